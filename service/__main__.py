@@ -1,0 +1,5 @@
+"""`python -m service serve` is `attend serve`."""
+
+from service.cli import main
+
+main()

@@ -1,0 +1,191 @@
+"""What every dialect does between its request and its answer: read the body and the texts, wait for the model, send."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.concurrency import iterate_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from models.passages import Direction, TextError, TextTooLong
+from models.values import Encoding, Passage, Probe
+from service import errors
+from service.errors import AttendError
+from service.metrics import Metrics
+from service.scheduler import Job
+from service.served import Served
+from service.state import State
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=BaseModel)
+INLINE = 4000
+"""Work on so many characters or numbers is done where it stands: handing it to a thread would take longer."""
+
+
+class Gone(Exception):
+    """The client has closed the connection; there is nobody to answer."""
+
+
+@dataclass
+class Times:
+    """Seconds that a request spent in each stage, for the answer's headers."""
+
+    start: float = field(default_factory=perf_counter)
+    tokenization: float = 0.0
+    queue: float = 0.0
+    inference: float = 0.0
+    tokens: int = 0
+
+    def headers(self) -> dict[str, str]:
+        """x-total-time, x-tokenization-time, x-queue-time, x-inference-time (ms) and x-compute-tokens."""
+        return {
+            "x-total-time": f"{1000 * (perf_counter() - self.start):.2f}",
+            "x-tokenization-time": f"{1000 * self.tokenization:.2f}",
+            "x-queue-time": f"{1000 * self.queue:.2f}",
+            "x-inference-time": f"{1000 * self.inference:.2f}",
+            "x-compute-tokens": str(self.tokens),
+        }
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Do some work on `size` characters or numbers without holding up the event loop."""
+    return work() if size <= INLINE else await asyncio.to_thread(work)
+
+
+async def parse(request: Request, model: type[Body]) -> Body:
+    """The request's body. Raises AttendError with what is wrong with it."""
+    raw = await request.body()
+    try:
+        return await off_loop(len(raw), lambda: model.model_validate_json(raw))
+    except ValidationError as error:
+        raise errors.from_validation(error) from error
+
+
+async def read_passages(
+    served: Served,
+    metrics: Metrics,
+    times: Times,
+    texts: Sequence[tuple[str, ...]],
+    field: str,
+    *,
+    prompt: str = "",
+    truncate: bool = False,
+    direction: Direction = "right",
+) -> list[Passage]:
+    """Tokenize; what is wrong with a text becomes an AttendError on `field` that says which text it is."""
+    start = perf_counter()
+
+    def work() -> list[Passage]:
+        return served.reader.read(texts, prompt=prompt, truncate=truncate, direction=direction)
+
+    try:
+        passages = await off_loop(sum(len(text) for item in texts for text in item), work)
+    except TextError as error:
+        which = f"{field}: item {error.index}: " if len(texts) > 1 and error.index is not None else f"{field}: "
+        if isinstance(error, TextTooLong):
+            raise errors.text_too_long(f"{which}{error}: send a shorter text, or have it cut with truncate", field) from error
+        raise errors.invalid(f"{which}{error}", field) from error
+    note_tokens(served, metrics, times, passages, perf_counter() - start)
+    return passages
+
+
+def note_tokens(served: Served, metrics: Metrics, times: Times, passages: Sequence[Passage], seconds: float) -> None:
+    """Keep how many tokens a request has and how long it took to find them."""
+    times.tokenization, times.tokens = seconds, sum(map(len, passages))
+    metrics.stage_seconds.labels(served.name, "tokenize").observe(seconds)
+
+
+@asynccontextmanager
+async def submitted(
+    request: Request, served: Served, passages: Sequence[Passage], probes: Sequence[Probe], timeout: float, times: Times
+) -> AsyncIterator["Results"]:
+    """The results of a job; whoever leaves early takes what is left of it out of the queue.
+
+    Raises AttendError when the job is refused.
+    """
+    results = Results(request, served, served.scheduler.submit(passages, probes), times, timeout)
+    try:
+        yield results
+    finally:
+        if not results.kept_open:
+            results.close()
+
+
+class Results:
+    """The results of one job, each awaited until the deadline and as long as the client is there."""
+
+    def __init__(self, request: Request, served: Served, job: Job, times: Times, timeout: float) -> None:
+        self.request, self.served, self.job, self.times, self.timeout = request, served, job, times, timeout
+        self.kept_open = False
+
+    def keep_open(self) -> None:
+        """The answer goes on after the route has returned; it closes the job itself."""
+        self.kept_open = True
+
+    def close(self) -> None:
+        """Nobody waits for the rest any more."""
+        self.served.scheduler.forget(self.job)
+
+    async def all(self) -> list[Encoding]:
+        """All results, in order."""
+        return [await self.get(i) for i in range(len(self.job.results))]
+
+    async def get(self, i: int) -> Encoding:
+        """The result of text i.
+
+        Raises AttendError (500, 503, 504), Gone when the client has left.
+        """
+        result = self.job.results[i]
+        if not result.done():
+            await self._done_or_gone(result)
+        self.times.queue, self.times.inference = self.job.queued, self.job.computed
+        try:
+            return result.result()
+        except MemoryError as error:
+            raise AttendError(500, "internal", "there is not enough memory for this text; send less at once") from error
+        except Exception as error:
+            if type(error).__name__ != "NonfiniteOutput":
+                raise
+            raise errors.nonfinite(self.served.name) from error
+
+    async def _done_or_gone(self, result: Awaitable[Encoding]) -> None:
+        gone = asyncio.ensure_future(_disconnected(self.request))
+        left = self.times.start + self.timeout - perf_counter()
+        try:
+            done, _ = await asyncio.wait({asyncio.ensure_future(result), gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+        if not done:
+            raise errors.deadline_exceeded(self.timeout)
+        if done == {gone}:
+            raise Gone
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has closed the connection; the body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def streamed(state: State, served: Served, chunks: Iterable[bytes], media: str, headers: dict[str, str]) -> Response:
+    """An answer that is encoded in a thread while it is sent: the next chunk when the last one is on its way."""
+    return StreamingResponse(iterate_in_threadpool(_timed(state, served, chunks)), media_type=media, headers=headers)
+
+
+def _timed(state: State, served: Served, chunks: Iterable[bytes]) -> Iterator[bytes]:
+    spent, iterator = 0.0, iter(chunks)
+    try:
+        while True:
+            start = perf_counter()
+            chunk = next(iterator, None)
+            spent += perf_counter() - start
+            if chunk is None:
+                return
+            yield chunk
+    finally:
+        state.metrics.stage_seconds.labels(served.name, "encode").observe(spent)

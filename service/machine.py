@@ -1,0 +1,47 @@
+"""What the process may use of the machine, and how the libraries below are told: before torch is imported."""
+
+import ctypes
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def cores() -> int:
+    """Cores that this process may keep busy: its affinity, cut by the cgroup's quota (version 2 or 1), at least 1."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota()
+    return max(1, min(available, int(quota) if quota >= 1 else 1)) if quota else available
+
+
+def _quota() -> float | None:
+    try:
+        limit, period = (_CGROUP / "cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        limit_us = int((_CGROUP / "cpu/cpu.cfs_quota_us").read_text())
+        return limit_us / int((_CGROUP / "cpu/cpu.cfs_period_us").read_text()) if limit_us > 0 else None
+    except (OSError, ValueError):
+        return None
+
+
+def prepare(threads: int) -> None:
+    """Set what OpenMP, the tokenizers and the allocator read once, when they are loaded. What the environment sets, stays.
+
+    - OpenMP's threads wait actively for the next piece of a forward for a while before they sleep; an idle service sleeps.
+    - The tokenizers' own threads stay off: several requests are tokenized side by side already.
+    - Few arenas and a fixed threshold above which memory is mapped: what a large answer took goes back to the system.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
+    mallopt(m_arena_max, 2)
+    mallopt(m_mmap_threshold, 4 * 2**20)
+    mallopt(m_trim_threshold, 32 * 2**20)

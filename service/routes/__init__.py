@@ -1,0 +1,1 @@
+"""One file per dialect. A route parses, asks and answers; it holds no logic of its own."""

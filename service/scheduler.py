@@ -1,0 +1,308 @@
+"""Texts wait here for the model: a queue, one worker thread that does nothing but forwards, and someone who watches it.
+
+The event loop submits jobs and awaits their futures; the worker takes batches. Nothing polls: a worker without work sleeps on a
+condition, what arrives during a forward is the next batch, and a lone request is started at once.
+
+A batch has at most `batch_tokens` tokens (a single text may be longer). The oldest text always goes; half of the batch is
+filled first come, first served, so that a large job goes on under any stream of small ones; the rest is filled from the jobs
+that have least left, so that small jobs overtake large ones.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from models.values import Encoding, Passage, Probe
+from service.errors import AttendError, overloaded, too_many, worker_down
+from service.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+Encode = Callable[[Sequence[Passage], Sequence[Probe]], list[Encoding | Exception]]
+"""One forward: for each passage an Encoding, or what went wrong with it. Raises MemoryError when the batch is too large."""
+
+
+@dataclass(eq=False)
+class Job:
+    """The texts of one request, in the queue or beyond it; `results[i]` belongs to text i.
+
+    queued and computed: seconds that its last text waited and that its forwards took.
+    """
+
+    passages: Sequence[Passage]
+    probes: Sequence[Probe]
+    results: list["asyncio.Future[Encoding]"]
+    arrived: float
+    taken: int = 0
+    left: int = 0
+    queued: float = 0.0
+    computed: float = 0.0
+
+
+@dataclass(eq=False)
+class Batch:
+    """Texts that go through one forward together."""
+
+    items: list[tuple[Job, int]] = field(default_factory=list)
+    tokens: int = 0
+    started: float = 0.0
+
+    def take(self, job: Job) -> None:
+        """Move the next text of a job in here."""
+        tokens = len(job.passages[job.taken])
+        self.items.append((job, job.taken))
+        self.tokens += tokens
+        job.taken += 1
+        job.left -= tokens
+
+
+class Scheduler:
+    """The queue and the worker of one model. Its methods are called from the event loop.
+
+    Args:
+        name: the model's, for logs and metrics.
+        encode: one forward, run in the worker's thread.
+        proof: a passage that a worker has to get through before it counts as started again.
+        batch_tokens, queue_tokens: tokens in a forward, tokens that may wait.
+        worker_timeout: seconds a batch may take until its worker counts as hanging.
+    """
+
+    def __init__(
+        self, name: str, encode: Encode, proof: Passage, *, metrics: Metrics, batch_tokens: int, queue_tokens: int, worker_timeout: float
+    ) -> None:
+        self.name, self.metrics = name, metrics
+        self.batch_tokens, self.queue_tokens, self.worker_timeout = batch_tokens, queue_tokens, worker_timeout
+        self.up, self.alive = True, True
+        self._encode, self._proof = encode, proof
+        self._loop = asyncio.get_running_loop()
+        self._condition = threading.Condition()
+        self._jobs: list[Job] = []
+        self._waiting_tokens = self._waiting_texts = 0
+        self._generation = 0
+        self._current: Batch | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._tokens_per_second = 0.0
+        self._closed = False
+        self._start_worker(prove=False)
+
+    # ── On the event loop ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, passages: Sequence[Passage], probes: Sequence[Probe]) -> Job:
+        """Put a request's texts into the queue.
+
+        Raises AttendError: 413 when they could never fit, 429 when too much is waiting, 503 when there is no worker.
+        """
+        tokens = sum(map(len, passages))
+        if tokens > self.queue_tokens:
+            raise too_many(f"the request has {tokens} tokens, and no more than {self.queue_tokens} may wait at all: split it")
+        if not self.up or self._closed:
+            raise worker_down(self.name)
+        with self._condition:
+            if self._waiting_tokens + tokens > self.queue_tokens:
+                raise overloaded(self._waiting_tokens, self.queue_tokens, self._seconds_for(self._waiting_tokens))
+            job = Job(passages, probes, [self._loop.create_future() for _ in passages], perf_counter(), left=tokens)
+            self._jobs.append(job)
+            self._count(tokens, len(passages))
+            self._condition.notify()
+        if self._alarm is None:
+            self._alarm = self._loop.call_later(self.worker_timeout, self._look)
+        return job
+
+    def forget(self, job: Job) -> None:
+        """Nobody waits for this job any more: what is not in a forward yet never will be."""
+        with self._condition:
+            if job in self._jobs:
+                self._jobs.remove(job)
+                self._count(-job.left, job.taken - len(job.passages))
+        for result in job.results:
+            result.cancel()
+
+    async def close(self) -> None:
+        """End the worker after the batch that it is in."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        if self._alarm is not None:
+            self._alarm.cancel()
+        await asyncio.to_thread(self._thread.join, 1.0)
+
+    def _seconds_for(self, tokens: int) -> float:
+        return tokens / self._tokens_per_second if self._tokens_per_second else 1.0
+
+    def _count(self, tokens: int, texts: int) -> None:
+        self._waiting_tokens += tokens
+        self._waiting_texts += texts
+        self.metrics.queue_tokens.labels(self.name).set(self._waiting_tokens)
+        self.metrics.queue_texts.labels(self.name).set(self._waiting_texts)
+
+    def _deliver(self, generation: int, batch: Batch, answers: list[Encoding | Exception], seconds: float) -> None:
+        if generation != self._generation:
+            return
+        rate = batch.tokens / seconds if seconds else 0.0
+        self._tokens_per_second = rate if not self._tokens_per_second else 0.8 * self._tokens_per_second + 0.2 * rate
+        self._observe(batch, seconds)
+        for job in {id(job): job for job, _ in batch.items}.values():
+            job.queued = batch.started - job.arrived
+            job.computed += seconds
+        for (job, i), answer in zip(batch.items, answers, strict=True):
+            if job.results[i].done():
+                continue
+            if isinstance(answer, Exception):
+                job.results[i].set_exception(answer)
+                job.results[i].exception()
+            else:
+                job.results[i].set_result(answer)
+
+    def _observe(self, batch: Batch, seconds: float) -> None:
+        metrics, name = self.metrics, self.name
+        metrics.batch_texts.labels(name).observe(len(batch.items))
+        metrics.batch_tokens.labels(name).observe(batch.tokens)
+        metrics.texts.labels(name).inc(len(batch.items))
+        metrics.tokens.labels(name).inc(batch.tokens)
+        metrics.stage_seconds.labels(name, "forward").observe(seconds)
+        queue = metrics.stage_seconds.labels(name, "queue")
+        for job in {id(job): job for job, _ in batch.items}.values():
+            queue.observe(batch.started - job.arrived)
+
+    # ── Watching the worker ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start_worker(self, *, prove: bool) -> None:
+        self._generation += 1
+        self._thread = threading.Thread(target=self._run, args=(self._generation, prove), name=f"worker {self.name}", daemon=True)
+        self._thread.start()
+        self.metrics.worker_up.labels(self.name).set(self.up)
+
+    def _look(self) -> None:
+        """Has the worker been in one batch for too long? Looked at while there is work, and only then."""
+        self._alarm = None
+        batch = self._current
+        late = batch is not None and perf_counter() - batch.started >= self.worker_timeout
+        if late:
+            self._lost(self._generation, f"has been in one batch for {self.worker_timeout:g} s")
+        elif batch is not None or self._jobs:
+            started = batch.started if batch is not None else perf_counter()
+            self._alarm = self._loop.call_later(max(0.01, started + self.worker_timeout - perf_counter()), self._look)
+
+    def _lost(self, generation: int, why: str) -> None:
+        """A worker died or hangs: its texts get an error now, and another worker takes its place, if it can do a forward."""
+        if generation != self._generation or self._closed:
+            return
+        batch, self._current = self._current, None
+        for job, i in batch.items if batch is not None else []:
+            if not job.results[i].done():
+                job.results[i].set_exception(worker_down(self.name))
+                job.results[i].exception()
+        if not self.up:
+            log.error("the worker of %s could not be started again: it %s", self.name, why)
+            self.alive = False
+            self._generation += 1
+            self._refuse_all()
+            return
+        log.error("the worker of %s %s; starting another", self.name, why)
+        self.up = False
+        self.metrics.worker_restarts.labels(self.name).inc()
+        self._start_worker(prove=True)
+        self._alarm = self._loop.call_later(self.worker_timeout, self._look_at_restart, self._generation)
+
+    def _look_at_restart(self, generation: int) -> None:
+        self._alarm = None
+        if generation == self._generation and not self.up:
+            self._lost(generation, f"did not get through one text in {self.worker_timeout:g} s")
+
+    def _refuse_all(self) -> None:
+        with self._condition:
+            jobs, self._jobs = self._jobs, []
+            self._count(-self._waiting_tokens, -self._waiting_texts)
+        for result in (result for job in jobs for result in job.results if not result.done()):
+            result.set_exception(worker_down(self.name))
+            result.exception()
+
+    def _risen(self, generation: int) -> None:
+        if generation == self._generation:
+            self.up = True
+            self.metrics.worker_up.labels(self.name).set(1)
+            log.info("the worker of %s runs again", self.name)
+
+    # ── In the worker's thread ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self, generation: int, prove: bool) -> None:
+        why = "ended without being told to"
+        try:
+            if prove:
+                self._encode([self._proof], [Probe()])
+                self._call(self._risen, generation)
+            while (batch := self._next(generation)) is not None:
+                answers = self._answers(batch)
+                seconds = perf_counter() - batch.started
+                if generation == self._generation:
+                    self._current = None
+                self._call(self._deliver, generation, batch, answers, seconds)
+            why = ""
+        except BaseException as error:
+            why = f"died of {type(error).__name__}: {error}"
+        finally:
+            if why:
+                self._call(self._lost, generation, why)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _next(self, generation: int) -> Batch | None:
+        """Wait until there is work and take a batch of it; None when this worker has to end."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._jobs or self._closed or generation != self._generation)
+            if self._closed or generation != self._generation:
+                return None
+            batch = self._pick()
+            self._count(-batch.tokens, -len(batch.items))
+            batch.started = perf_counter()
+            self._current = batch
+            return batch
+
+    def _pick(self) -> Batch:
+        batch = Batch()
+        for job in self._jobs:
+            self._fill(batch, job, self.batch_tokens // 2)
+            if batch.tokens >= self.batch_tokens // 2:
+                break
+        for job in sorted((job for job in self._jobs if job.left), key=lambda job: job.left):
+            self._fill(batch, job, self.batch_tokens)
+        self._jobs = [job for job in self._jobs if job.taken < len(job.passages)]
+        return batch
+
+    def _fill(self, batch: Batch, job: Job, limit: int) -> None:
+        while job.taken < len(job.passages) and (not batch.items or batch.tokens + len(job.passages[job.taken]) <= limit):
+            batch.take(job)
+
+    def _answers(self, batch: Batch) -> list[Encoding | Exception]:
+        """The answers of a batch; what does not fit into memory is split and tried once more."""
+        try:
+            return self._forward(batch.items)
+        except MemoryError as error:
+            log.warning("%s: no memory for a batch of %d tokens; trying it in halves", self.name, batch.tokens)
+            if len(batch.items) == 1:
+                return [error]
+        middle = len(batch.items) // 2
+        answers: list[Encoding | Exception] = []
+        for half in (batch.items[:middle], batch.items[middle:]):
+            try:
+                answers += self._forward(half)
+            except MemoryError as error:
+                answers += [error] * len(half)
+        return answers
+
+    def _forward(self, items: list[tuple[Job, int]]) -> list[Encoding | Exception]:
+        passages = [job.passages[i] for job, i in items]
+        try:
+            return self._encode(passages, [job.probes[i] for job, i in items])
+        except MemoryError:
+            raise
+        except AttendError as error:
+            return [error] * len(items)
+        except Exception as error:
+            log.exception("%s: a batch of %d texts failed", self.name, len(items))
+            return [error] * len(items)
