@@ -15,13 +15,13 @@ help: ## list the targets
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attend needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 …")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (once; a minute or two)"
-	$(PIP) install $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PIP) install -r requirements.lock
-	$(PIP) install --no-deps --no-build-isolation -e .
+	@$(PIP) install $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(PIP) install -r requirements.lock
+	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
 .venv/dev: .venv/serve requirements-dev.lock
-	$(PIP) install -r requirements-dev.lock
+	@$(PIP) install -r requirements-dev.lock
 	@touch $@
 
 serve: .venv/serve ## start the service on 127.0.0.1:8000 (ATTEND_PORT=9000 make serve for another port)

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -169,11 +170,14 @@ class Recording:
 class Forward:
     """One forward of one batch: its layout, what to record of which text, and which layer it has come to."""
 
-    def __init__(self, layout: Layout, recordings: dict[int, Recording], outputs: tuple[Tensor, ...] = ()) -> None:
-        self.layout, self.recordings, self.outputs = layout, recordings, outputs
+    def __init__(
+        self, layout: Layout, recordings: dict[int, Recording], outputs: tuple[Tensor, ...] = (), one_kernel: bool = False
+    ) -> None:
+        self.layout, self.recordings, self.outputs, self.one_kernel = layout, recordings, outputs, one_kernel
         self.layer = 0
         self.num_heads = 0
         self.last_context: Tensor | None = None
+        self._ends: Tensor | None = None
         self._rules: list[MaskRule] = []
         self._masks: dict[tuple[int, int, int], Allowed] = {}
 
@@ -181,6 +185,12 @@ class Forward:
         """Take a mask rule and give the tensor that stands for it on its way through the model."""
         self._rules.append(rule)
         return torch.full((1, 1, 1, 1), len(self._rules) - 1)
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Where each text of a packed row ends, from 0 on: [texts + 1], int32."""
+        if self._ends is None:
+            self._ends = torch.tensor([0, *accumulate(self.layout.lengths)], dtype=torch.int32, device=device)
+        return self._ends
 
     def allowed(self, run: Run, mask: Tensor | None, causal: bool, device: torch.device) -> Allowed:
         """Who may attend to whom in a run, from what the model gave as its mask: nothing, a rule's number, or a tensor."""
@@ -273,22 +283,58 @@ def attention_function(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer, forward.layer = forward.layer, forward.layer + 1
     forward.num_heads = query.shape[1]
+    allowed = [forward.allowed(run, attention_mask, causal, query.device) for run in layout.runs]
+    if position_bias is not None:
+        allowed = [Allowed(_with_bias(a, position_bias, run, query.device), False) for a, run in zip(allowed, layout.runs, strict=True)]
+    plain = softcap is None and s_aux is None
+    whole = _in_one_kernel(forward, query, key, value, allowed, scale) if plain and forward.one_kernel else None
     parts = []
-    for run in layout.runs:
+    for run, may in zip(layout.runs, allowed, strict=True):
         q, k, v = (layout.heads_of(x, run) for x in (query, key, value))  # [count, H or H_kv, length, D]
-        allowed = forward.allowed(run, attention_mask, causal, query.device)
-        if position_bias is not None:
-            allowed = Allowed(_with_bias(allowed, position_bias, run, query.device), causal=False)
-        if softcap is None and s_aux is None:
-            context = fused_attention(q, k, v, scale=scale, mask=_for_fused(allowed.mask, q), causal=allowed.causal)
+        _record(forward, layer, run, q, k, v, may, scale=scale, softcap=softcap, sinks=s_aux)
+        if whole is not None:
+            continue
+        if plain:
+            context = fused_attention(q, k, v, scale=scale, mask=_for_fused(may.mask, q), causal=may.causal)
         else:
             scores = attention_scores(q, repeat_heads(k, q.shape[1]), scale, softcap)  # [count, H, length, length]
-            weights = attention_weights(scores, allowed.explicit(run.length, query.device), s_aux)
+            weights = attention_weights(scores, may.explicit(run.length, query.device), s_aux)
             context = mix(weights, repeat_heads(v, q.shape[1]))
         parts.append(context.transpose(1, 2).contiguous())  # [count, length, H, D]
-        _record(forward, layer, run, q, k, v, allowed, scale=scale, softcap=softcap, sinks=s_aux)
-    forward.last_context = layout.join(parts)
+    forward.last_context = layout.join(parts) if whole is None else whole
     return forward.last_context, None
+
+
+def _in_one_kernel(forward: Forward, query: Tensor, key: Tensor, value: Tensor, allowed: list[Allowed], scale: float) -> Tensor | None:
+    """All texts of a packed row at once, by torch's attention over variable lengths (CUDA). None when a text has a mask."""
+    causal = {may.causal for may, run in zip(allowed, forward.layout.runs, strict=True) if run.length > 1}
+    if not forward.layout.packed or len(causal) > 1 or any(may.mask is not None for may in allowed):
+        return None
+    q, k, v = (repeat_heads(x[0], query.shape[1]).transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, D]
+    ends, longest = forward.ends(query.device), max(forward.layout.lengths)
+    window = (-1, 0) if causal == {True} else (-1, -1)
+    context = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=window)
+    assert isinstance(context, Tensor)  # and not with the log-sum-exp, which was not asked for
+    return context.unsqueeze(0)  # [1, T, H, D]
+
+
+def one_kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention over variable lengths runs here and gives what attention text by text gives: tried, not looked up."""
+    layout = Layout((3, 7), packed=True)
+    draws = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 10, head_dim, generator=draws).to(device, dtype) for _ in range(3))
+    try:
+        for causal in (False, True):
+            together = _in_one_kernel(Forward(layout, {}), query, key, value, [Allowed(None, causal)] * 2, scale=0.3)
+            if together is None:
+                return False
+            for run in layout.runs:
+                alone = fused_attention(*(layout.heads_of(x, run) for x in (query, key, value)), scale=0.3, causal=causal)
+                if not torch.allclose(layout.tokens_of(together, run).transpose(1, 2), alone, atol=2e-2):
+                    return False
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+        return False
+    return True
 
 
 def _for_fused(mask: Tensor | None, query: Tensor) -> Tensor | None:

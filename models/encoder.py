@@ -92,6 +92,7 @@ class Encoder:
         self._accepts = set(signature(self._model.forward).parameters)
         self._position_start = 0
         self._outputs: tuple[Tensor, ...] = ()
+        self._one_kernel = False
         self._num_layers = self._num_heads = 0
         self.path: Path = "none"
         self._compiled: Any = self._model
@@ -143,7 +144,7 @@ class Encoder:
         if want_states:
             inputs["output_hidden_states"] = True
         if self.path in ("packed", "padded"):
-            forward = Forward(layout, recordings, self._outputs)
+            forward = Forward(layout, recordings, self._outputs, self._one_kernel)
             model = self._model if recordings or want_states else self._compiled
             with bridge.running(forward):
                 output = model(**inputs)
@@ -255,12 +256,18 @@ class Encoder:
                 problem = self._problem(texts, eager)
                 if problem is None:
                     self._outputs = self._find_outputs(texts[0])
+                    self._one_kernel = path == "packed" and self.device.type != "cpu" and self._one_kernel_works()
                     return
                 log.debug("%s, %s, positions from %d: %s", self.checkpoint.name, path, self._position_start, problem)
         self.path, self._position_start = "none", 0
         self._model.set_attn_implementation("eager")
         config = self._model.config.get_text_config()
         self._num_layers, self._num_heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
+
+    def _one_kernel_works(self) -> bool:
+        config = self._model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._num_heads
+        return bridge.one_kernel_works(self.device, self._model.dtype, head_dim)
 
     def _candidates(self) -> list[Path]:
         candidates: list[Path] = ["eager"]
