@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from service.compression import Compression
 from service.http import Frame, handle_refusals
 from service.metrics import Metrics
 from service.routes import attend, operations
@@ -48,11 +49,11 @@ def create_app(settings: Settings, failed: Callable[[str], None] = lambda line: 
 
 
 def _wrap(app: FastAPI, state: State) -> None:
-    """Put the frame around everything, and CORS around the frame, so that errors too can be read by the pages that may call."""
+    """Compress what is asked for so, put the frame around it, and CORS around the frame, so that errors too can be read by the pages that may call."""
     build = app.build_middleware_stack
 
     def stack() -> ASGIApp:
-        framed: ASGIApp = Frame(build(), state)
+        framed: ASGIApp = Frame(Compression(build()), state)
         origins = state.settings.cors_origin
         if not origins:
             return framed

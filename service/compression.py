@@ -11,7 +11,9 @@ SMALLEST = 1024
 INLINE = 8192
 """A piece up to this size is compressed where it stands: handing it to a thread would take longer."""
 LEVEL = 1
-"""The fastest: numbers compress hardly better with more time, and text that long is rare here."""
+"""The fastest: JSON numbers shrink to a quarter at 150 MB/s; level 6 makes it a fifth, in four times the time."""
+AS_THEY_ARE = ("application/x-safetensors",)
+"""float32 bits hardly get shorter (4 %), and compressing them would take longer than all the rest of the request."""
 GZIP = zlib.MAX_WBITS | 16
 
 
@@ -52,7 +54,7 @@ class Answer:
     def _decide(self, head: Message, first: Message) -> None:
         headers = MutableHeaders(raw=head["headers"])
         short = not first.get("more_body", False) and len(first.get("body", b"")) < SMALLEST
-        if short or head["status"] in (204, 304) or "content-encoding" in headers:
+        if short or head["status"] in (204, 304) or "content-encoding" in headers or headers.get("content-type") in AS_THEY_ARE:
             self._gzip = None
             return
         headers.add_vary_header("Accept-Encoding")

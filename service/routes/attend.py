@@ -53,7 +53,8 @@ async def attend(request: Request) -> Response:
     served = state.models.get(body.model)
     question = question_of(body, served)
     passages = await read_texts(state, served, body, times)
-    asked = await off_loop(10 * times.tokens, lambda: [ask(served, question, p, i, len(passages)) for i, p in enumerate(passages)])
+    size = (10 + len(question.spans)) * times.tokens + sum(len(text) for p in passages for text in p.texts)
+    asked = await off_loop(size, lambda: [ask(served, question, p, i, len(passages)) for i, p in enumerate(passages)])
     check_caps(state, served, asked, body, media)
     reply = Reply(state, served, body, asked, times)
     async with submitted(request, served, passages, [a.plan.probe for a in asked], state.settings.request_timeout, times) as results:
@@ -214,7 +215,7 @@ class Reply:
         def made() -> tuple[int, Iterator[bytes]]:
             described = [self.result(i, encoding, partial(note, i)) for i, encoding in enumerate(encodings)]
             head = {"model": self.served.name, "results": described, "usage": self.usage()}
-            return wire.safetensors_chunks(tensors, {"attend": orjson.dumps(head).decode()})
+            return wire.safetensors_chunks(tensors, {"attend": orjson.dumps(head, option=orjson.OPT_SERIALIZE_NUMPY).decode()})
 
         length, chunks = await off_loop(1_000_000, made)
         return streamed(self.state, self.served, chunks, SAFETENSORS, {**self.times.headers(), "content-length": str(length)})
@@ -332,8 +333,7 @@ class Reply:
         if name == "kind":
             figures = {what: put(f"reductions.kind.{what}", figure) for what, figure in reduced.more.items()}
             return {**named, "values": reduced.values.tolist(), "figures": figures}
-        more = {what: array.tolist() for what, array in reduced.more.items()}
-        return {**named, **more, "values": put(f"reductions.{name}", reduced.values)}
+        return {**named, **reduced.more, "values": put(f"reductions.{name}", reduced.values)}
 
 
 def words_of(asked: Asked) -> list[dict[str, Any]]:
