@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from sentence_transformers.sentence_transformer.modules import Normalize
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -88,6 +89,9 @@ class Encoder:
         self.device = choose_device(device)
         self._model = checkpoint.transformer.to(self.device)
         self._pipeline = checkpoint.pipeline.to(self.device)
+        ends = list(checkpoint.pipeline)
+        self._normalizes = bool(ends) and isinstance(ends[-1], Normalize)
+        self._modules = ends[:-1] if self._normalizes else ends
         self._model.config.use_cache = False
         self._accepts = set(signature(self._model.forward).parameters)
         self._position_start = 0
@@ -200,29 +204,28 @@ class Encoder:
         for run in layout.runs:
             vectors = layout.tokens_of(hidden, run).float()  # [count, length, d_model]
             members = range(run.first, run.first + run.count)
-            finite = torch.isfinite(vectors).flatten(1).all(dim=1).tolist()
             pooled = self._pool(vectors, [batch[i] for i in members]) if any(probes[i].pooled for i in members) else None
             run_states = [layout.tokens_of(state, run) for state in states]
             for row, i in enumerate(members):
                 probe, recording = probes[i], recordings.get(i)
-                answers.append(
-                    NonfiniteOutput()
-                    if not finite[row] or not _finite(recording)
-                    else Encoding(
-                        pooled=_leave(pooled[row]) if pooled is not None and probe.pooled else None,
-                        embeddings=_leave(_rows(vectors[row], probe.rows)) if probe.embeddings else None,
-                        weights=recording.weights.numpy() if recording else None,
-                        value_norms=None if recording is None or recording.value_norms is None else recording.value_norms.numpy(),
-                        hidden_states=_leave(torch.stack([run_states[k][row] for k in probe.hidden_layers]))
-                        if probe.hidden_layers
-                        else None,
-                        spans=_leave(self._pool_spans(vectors[row], probe.spans)) if probe.spans else None,
-                    )
+                norms = recording.value_norms if recording else None
+                states_of = [run_states[k][row] for k in probe.hidden_layers]
+                encoding = Encoding(
+                    pooled=_leave(self._length(pooled[row], probe)) if pooled is not None and probe.pooled else None,
+                    embeddings=_leave(_rows(vectors[row], probe.rows)) if probe.embeddings else None,
+                    weights=recording.weights.numpy() if recording else None,
+                    value_norms=norms.numpy() if norms is not None else None,
+                    hidden_states=_leave(torch.stack(states_of)) if states_of else None,
+                    spans=_leave(self._pool_spans(vectors[row], probe.spans)) if probe.spans else None,
                 )
+                answers.append(encoding if _finite(encoding) else NonfiniteOutput())
         return answers
 
     def _pool(self, vectors: Tensor, batch: Sequence[Passage]) -> Tensor:
-        """The checkpoint's own pipeline over texts of one length, [B, N, d_model] → [B, dim]; by prompt, where it counts."""
+        """The checkpoint's own pipeline over texts of one length, [B, N, d_model] → [B, dim]; by prompt, where it counts.
+
+        A Normalize at its end is left to `_length`.
+        """
         pooled: list[Tensor] = []
         starts = [0, *(i for i in range(1, len(batch)) if batch[i].prompt_tokens != batch[i - 1].prompt_tokens), len(batch)]
         for first, end in pairwise(starts):
@@ -230,10 +233,15 @@ class Encoder:
             features["attention_mask"] = torch.ones(features["token_embeddings"].shape[:2], dtype=torch.long, device=self.device)
             if batch[first].prompt_tokens:
                 features["prompt_length"] = batch[first].prompt_tokens
-            for module in self._pipeline:
+            for module in self._modules:
                 features = module(features)
             pooled.append(features["sentence_embedding"])
         return torch.cat(pooled)
+
+    def _length(self, vector: Tensor, probe: Probe) -> Tensor:
+        """A pooled vector [dim], scaled to length 1 where the checkpoint or the probe says so."""
+        scaled = self._normalizes if probe.normalize is None else probe.normalize
+        return nn.functional.normalize(vector, dim=-1) if scaled else vector
 
     def _pool_spans(self, vectors: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
         """The mean of each span's tokens, then what comes after pooling: [N, d_model] → [spans, dim]."""
@@ -420,8 +428,9 @@ def _leave(x: Tensor) -> Floats:
     return np.array(x.float().cpu().numpy(), copy=True, order="C")
 
 
-def _finite(recording: Recording | None) -> bool:
-    return recording is None or bool(torch.isfinite(recording.weights).all())
+def _finite(encoding: Encoding) -> bool:
+    """Whether everything that is handed out is a number."""
+    return all(array is None or bool(np.isfinite(array).all()) for array in vars(encoding).values())
 
 
 def _pooling(pipeline: nn.ModuleList) -> str:

@@ -56,10 +56,12 @@ class Reader:
         truncate: bool = False,
         direction: Direction = "right",
         special_tokens: bool = True,
+        limited: bool = True,
     ) -> list[Passage]:
         """Passages of texts (a text) and (a text, its pair); `prompt` is put before each first text, without a space between.
 
-        What is too long is cut at the `direction` end when `truncate`; of a pair always the longer one is cut.
+        What is too long is cut at the `direction` end when `truncate`; of a pair always the longer one is cut. With `limited`
+        off, any length will do (the model will not see it).
         Raises TextTooLong, and TextError for text that gives no tokens or is no Unicode (lone surrogates).
         """
         raw: list[str | tuple[str, str]] = [prompt + item[0] if len(item) == 1 else (prompt + item[0], item[1]) for item in items]
@@ -71,14 +73,16 @@ class Reader:
         passages = []
         for index, (item, encoding) in enumerate(zip(items, encodings, strict=True)):
             try:
-                passages.append(self._passage(item, encoding, len(prompt), prompt_tokens, truncate, direction))
+                passages.append(
+                    self._passage(item, encoding, len(prompt), prompt_tokens, truncate, direction, self.max_length if limited else None)
+                )
             except TextError as error:
                 error.index = index
                 raise
         return passages
 
-    def read_ids(self, ids: Sequence[int]) -> Passage:
-        """A passage of token ids, given to the model as they are; its tokens have no place in any text.
+    def read_ids(self, ids: Sequence[int], *, truncate: bool = False) -> Passage:
+        """A passage of token ids, given to the model as they are (their end cut off when `truncate`); they have no place in a text.
 
         Raises TextError for ids that the vocabulary does not have, TextTooLong.
         """
@@ -88,10 +92,13 @@ class Reader:
             raise TextError(f"the token id {wrong} is not in the vocabulary, which has ids 0 to {size - 1}")
         if not ids:
             raise TextError("there are no token ids")
-        if self.max_length is not None and len(ids) > self.max_length:
-            raise TextTooLong(len(ids), self.max_length)
+        truncated = self.max_length is not None and len(ids) > self.max_length
+        if self.max_length is not None and truncated:
+            if not truncate:
+                raise TextTooLong(len(ids), self.max_length)
+            ids = ids[: self.max_length]
         count = len(ids)
-        return Passage(("",), list(ids), [0] * count, [(0, 0)] * count, [None] * count, [False] * count)
+        return Passage(("",), list(ids), [0] * count, [(0, 0)] * count, [None] * count, [False] * count, truncated)
 
     def _prompt_tokens(self, prompt: str) -> int:
         """As sentence-transformers counts them: the tokens of the prompt alone, without the special token at its end."""
@@ -99,7 +106,14 @@ class Reader:
         return len(mask) - (mask[-1] if mask else 0)
 
     def _passage(
-        self, item: tuple[str, ...], encoding: RawEncoding, shift: int, prompt_tokens: int, truncate: bool, direction: Direction
+        self,
+        item: tuple[str, ...],
+        encoding: RawEncoding,
+        shift: int,
+        prompt_tokens: int,
+        truncate: bool,
+        direction: Direction,
+        limit: int | None,
     ) -> Passage:
         if not encoding.ids:
             raise TextError("the text gives no tokens")
@@ -107,11 +121,11 @@ class Reader:
         offsets, special = encoding.offsets, encoding.special_tokens_mask
         if shift:
             offsets = [(a - shift, b - shift) if s == 0 else (a, b) for (a, b), s in zip(offsets, segments, strict=True)]
-        truncated = self.max_length is not None and len(ids) > self.max_length
-        if self.max_length is not None and truncated:
+        truncated = limit is not None and len(ids) > limit
+        if limit is not None and truncated:
             if not truncate:
-                raise TextTooLong(len(ids), self.max_length)
-            kept = _cut(encoding, self.max_length, direction)
+                raise TextTooLong(len(ids), limit)
+            kept = _cut(encoding, limit, direction)
             ids, types, special = [ids[i] for i in kept], [types[i] for i in kept], [special[i] for i in kept]
             offsets, segments = [offsets[i] for i in kept], [segments[i] for i in kept]
         return Passage(item, ids, types, offsets, segments, [bool(s) for s in special], truncated, min(prompt_tokens, len(ids)))

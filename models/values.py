@@ -64,6 +64,7 @@ class Probe:
 
     Args:
         pooled: the vector that the checkpoint's own pipeline gives.
+        normalize: None leaves its length to the checkpoint; True makes it 1, False leaves out a Normalize at the pipeline's end.
         embeddings: the last layer's vectors of the tokens in `rows` (None: all).
         layers, heads, queries: whose attention weights; no layers, no weights. None: all.
         keys: the keys that are kept; the rest of each row is scaled to sum to 1 again, before heads are combined. None: all.
@@ -74,6 +75,7 @@ class Probe:
     """
 
     pooled: bool = True
+    normalize: bool | None = None
     embeddings: bool = False
     rows: tuple[int, ...] | None = None
     layers: tuple[int, ...] = ()

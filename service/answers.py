@@ -1,7 +1,7 @@
 """What every dialect does between its request and its answer: read the body and the texts, wait for the model, send."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -76,12 +76,16 @@ async def read_passages(
     prompt: str = "",
     truncate: bool = False,
     direction: Direction = "right",
+    special_tokens: bool = True,
+    limited: bool = True,
 ) -> list[Passage]:
     """Tokenize; what is wrong with a text becomes an AttendError on `field` that says which text it is."""
     start = perf_counter()
 
     def work() -> list[Passage]:
-        return served.reader.read(texts, prompt=prompt, truncate=truncate, direction=direction)
+        return served.reader.read(
+            texts, prompt=prompt, truncate=truncate, direction=direction, special_tokens=special_tokens, limited=limited
+        )
 
     try:
         passages = await off_loop(sum(len(text) for item in texts for text in item), work)
@@ -117,11 +121,14 @@ async def submitted(
 
 
 class Results:
-    """The results of one job, each awaited until the deadline and as long as the client is there."""
+    """The results of one job. When the deadline has come or the client has left, all that are not there yet fail."""
 
     def __init__(self, request: Request, served: Served, job: Job, times: Times, timeout: float) -> None:
-        self.request, self.served, self.job, self.times, self.timeout = request, served, job, times, timeout
+        self.request, self.served, self.job, self.times = request, served, job, times
         self.kept_open = False
+        loop, left = asyncio.get_running_loop(), times.start + timeout - perf_counter()
+        self._deadline = loop.call_later(left, served.scheduler.forget, job, errors.deadline_exceeded(timeout))
+        self._watch = loop.create_task(self._forget_when_gone())
 
     def keep_open(self) -> None:
         """The answer goes on after the route has returned; it closes the job itself."""
@@ -129,6 +136,8 @@ class Results:
 
     def close(self) -> None:
         """Nobody waits for the rest any more."""
+        self._deadline.cancel()
+        self._watch.cancel()
         self.served.scheduler.forget(self.job)
 
     async def all(self) -> list[Encoding]:
@@ -140,36 +149,22 @@ class Results:
 
         Raises AttendError (500, 503, 504), Gone when the client has left.
         """
-        result = self.job.results[i]
-        if not result.done():
-            await self._done_or_gone(result)
-        self.times.queue, self.times.inference = self.job.queued, self.job.computed
         try:
-            return result.result()
+            result = await self.job.results[i]
         except MemoryError as error:
             raise AttendError(500, "internal", "there is not enough memory for this text; send less at once") from error
         except Exception as error:
             if type(error).__name__ != "NonfiniteOutput":
                 raise
             raise errors.nonfinite(self.served.name) from error
+        self.times.queue, self.times.inference = self.job.queued, self.job.computed
+        return result
 
-    async def _done_or_gone(self, result: Awaitable[Encoding]) -> None:
-        gone = asyncio.ensure_future(_disconnected(self.request))
-        left = self.times.start + self.timeout - perf_counter()
-        try:
-            done, _ = await asyncio.wait({asyncio.ensure_future(result), gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-        if not done:
-            raise errors.deadline_exceeded(self.timeout)
-        if done == {gone}:
-            raise Gone
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has closed the connection; the body has been read before."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    async def _forget_when_gone(self) -> None:
+        """The body has been read before, so what comes next from the client is that it is gone."""
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+        self.served.scheduler.forget(self.job, Gone())
 
 
 def streamed(state: State, served: Served, chunks: Iterable[bytes], media: str, headers: dict[str, str]) -> Response:

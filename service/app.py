@@ -11,14 +11,14 @@ from starlette.types import ASGIApp
 from service.compression import Compression
 from service.http import Frame, handle_refusals
 from service.metrics import Metrics
-from service.routes import attend, operations
+from service.routes import attend, ollama, openai, operations, tei
 from service.served import Models
 from service.settings import Settings
 from service.state import State
 from service.versions import version
 
 DESCRIPTION = "Contextual embeddings with the attention left in: tokens, vectors and attention weights of texts, from a real transformer."
-ROUTERS = (attend.router, operations.router)
+ROUTERS = (attend.router, openai.router, tei.router, ollama.router, operations.router)
 
 
 def create_app(settings: Settings, failed: Callable[[str], None] = lambda line: None) -> FastAPI:
@@ -49,7 +49,7 @@ def create_app(settings: Settings, failed: Callable[[str], None] = lambda line: 
 
 
 def _wrap(app: FastAPI, state: State) -> None:
-    """Compress what is asked for so, put the frame around it, and CORS around the frame, so that errors too can be read by the pages that may call."""
+    """Compression inside, the frame around it, CORS around that: pages that may call can read errors too."""
     build = app.build_middleware_stack
 
     def stack() -> ASGIApp:

@@ -19,10 +19,10 @@ TEI_ROUTES = frozenset(
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
           406: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
-_TEI_TYPES = {"overloaded": "overloaded", "nonfinite_output": "backend", "internal": "backend", "not_ready": "unhealthy",
-              "draining": "unhealthy", "deadline_exceeded": "overloaded", "empty": "empty",
-              "text_too_long": "validation", "invalid_request": "validation"}  # fmt: skip
-_TEI_STATUS = {"text_too_long": 413, "invalid_request": 422, "nonfinite_output": 424, "internal": 424, "empty": 400}
+_TEI_TYPES = {"overloaded": "Overloaded", "nonfinite_output": "Backend", "internal": "Backend", "not_ready": "Unhealthy",
+              "draining": "Unhealthy", "deadline_exceeded": "Overloaded", "empty": "Empty",
+              "invalid_api_key": "Unauthorized"}  # fmt: skip
+_TEI_STATUS = {"text_too_long": 422, "invalid_request": 422, "request_too_large": 422, "nonfinite_output": 424, "internal": 424}
 
 
 @dataclass(eq=False)
@@ -118,6 +118,8 @@ def from_validation(error: ValidationError) -> AttendError:
     param = location[0] if location else None
     message = str(first["msg"]).removeprefix("Value error, ")
     match first["type"]:
+        case "empty":
+            return empty(f"{param}: {message}", param)
         case "json_invalid":
             half = ": half of a surrogate pair is no character" if "surrogate" in message or "hex escape" in message else ""
             return invalid(f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}{half}")
@@ -136,7 +138,7 @@ def _kind(error: ValidationError) -> str:
 
 def dialect_of(path: str) -> Dialect:
     """Whose error shape a path speaks."""
-    if path in TEI_ROUTES:
+    if path in TEI_ROUTES or path == "/":
         return "tei"
     return "ollama" if path.startswith("/api/") else "attend"
 
@@ -144,7 +146,7 @@ def dialect_of(path: str) -> Dialect:
 def render(error: AttendError, dialect: Dialect) -> tuple[int, dict[str, Any]]:
     """Status and body of an error in a dialect."""
     if dialect == "tei":
-        kind = _TEI_TYPES.get(error.code, "validation" if error.status < 500 else "backend")
+        kind = _TEI_TYPES.get(error.code, "Validation" if error.status < 500 else "Backend")
         return _TEI_STATUS.get(error.code, error.status), {"error": error.message, "error_type": kind}
     if dialect == "ollama":
         return error.status, {"error": error.message}

@@ -13,7 +13,7 @@ import orjson
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -44,7 +44,7 @@ class Frame:
             return
         given = HTTPConnection(scope).headers.get("x-request-id", "")
         exchange = Exchange(self.state, scope, receive, send, given if _ID.fullmatch(given) else uuid.uuid4().hex)
-        counted = scope["path"] not in OPERATIONS
+        counted = scope["path"] not in OPERATIONS or scope["method"] == "POST"
         self.state.metrics.inflight.inc()
         self.state.busy += counted
         try:
@@ -68,7 +68,7 @@ class Frame:
 
     def _admit(self, scope: Scope) -> None:
         """Raises AttendError for a request without a key, and for any while the service shuts down."""
-        if scope["path"] in OPERATIONS or scope["method"] == "OPTIONS":
+        if scope["method"] == "OPTIONS" or (scope["path"] in OPERATIONS and scope["method"] in ("GET", "HEAD")):
             return
         if self.state.draining:
             raise errors.draining()
@@ -89,6 +89,7 @@ class Exchange:
         self.state, self.scope, self.request_id = state, scope, request_id
         self.status, self.sent, self.read = 0, 0, 0
         self.start = perf_counter()
+        scope["request_id"] = request_id
         self._receive, self._send = receive, send
 
     @property
@@ -158,6 +159,12 @@ def handle_refusals(app: FastAPI, state: State) -> None:
         state.metrics.rejected.labels("disconnected").inc()
         return Response(status_code=499)
 
+    async def broken(request: Request, error: Exception) -> Response:
+        # starlette sends this and raises the error again, for the frame to log
+        return refusal(state, request.url.path, errors.internal(request.scope["request_id"]))
+
+    app.add_exception_handler(Exception, broken)
     app.add_exception_handler(AttendError, refused)
     app.add_exception_handler(HTTPException, not_routed)
     app.add_exception_handler(Gone, gone)
+    app.add_exception_handler(ClientDisconnect, gone)

@@ -66,7 +66,8 @@ def model_info(served: Served, aliases: list[str]) -> dict[str, Any]:
              "eager": "the model's own eager attention", "none": "not available: this architecture does not hand it out"}  # fmt: skip
     return {
         "id": facts.name, "revision": facts.revision, "aliases": aliases, "architecture": facts.architecture,
-        "num_layers": facts.num_layers, "num_heads": facts.num_heads, "d_model": facts.d_model, "dimensions": facts.dim, "vocab_size": facts.vocab_size,
+        "num_layers": facts.num_layers, "num_heads": facts.num_heads, "d_model": facts.d_model, "dimensions": facts.dim,
+        "vocab_size": facts.vocab_size,
         "max_length": facts.max_length, "pooling": facts.pooling, "dtype": facts.dtype, "device": facts.device,
         "attention": {"available": facts.path != "none", "path": facts.path, "meaning": paths[facts.path], "norms": facts.norms},
         "prompts": facts.prompts, "default_prompt": facts.default_prompt, "max_batch_tokens": served.scheduler.batch_tokens,

@@ -3,65 +3,39 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
 from models.reading import AXES, Place, Target
 from models.reduce import Name
+from service.schemas.checks import kind_of, wrong
+from service.schemas.checks import text as text_of
 
 Item = tuple[str, ...]
 """A text, or a pair of texts."""
 
 
-def _wrong(message: str) -> PydanticCustomError:
-    return PydanticCustomError("attend", "{message}", {"message": message})
-
-
-def _kind(value: Any) -> str:
-    names = {
-        "NoneType": "null",
-        "str": "a string",
-        "bool": "a boolean",
-        "int": "a number",
-        "float": "a number",
-        "list": "an array",
-        "dict": "an object",
-    }
-    return names.get(type(value).__name__, type(value).__name__)
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(f"{where} must be a string, not {_kind(value)}")
-    if not value:
-        raise _wrong(f"{where} is empty")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise _wrong(f"{where} holds half of a surrogate pair, which is no character")
-    return value
-
-
 def _items(value: Any) -> list[Item]:
     """One text, many, or pairs → a list of items."""
     if isinstance(value, str):
-        return [(_text(value, "the text"),)]
+        return [(text_of(value, "the text"),)]
     if not isinstance(value, list):
-        raise _wrong(f"must be a string or an array of strings and pairs of strings, not {_kind(value)}")
+        raise wrong(f"must be a string or an array of strings and pairs of strings, not {kind_of(value)}")
     if not value:
-        raise _wrong("the array is empty")
+        raise wrong("the array is empty")
     items: list[Item] = []
     for i, item in enumerate(value):
         if isinstance(item, list):
             if len(item) != 2:
-                raise _wrong(f"item {i} is an array of {len(item)}; a pair has 2 strings")
-            items.append((_text(item[0], f"item {i}, first text,"), _text(item[1], f"item {i}, second text,")))
+                raise wrong(f"item {i} is an array of {len(item)}; a pair has 2 strings")
+            items.append((text_of(item[0], f"item {i}, first text,"), text_of(item[1], f"item {i}, second text,")))
         else:
-            items.append((_text(item, f"item {i}"),))
+            items.append((text_of(item, f"item {i}"),))
     return items
 
 
 def _integers(value: Any, what: str) -> list[int]:
     for i, number in enumerate(value):
         if isinstance(number, bool) or not isinstance(number, int):
-            raise _wrong(f"item {i} must be the number of a {what}, not {_kind(number)}")
+            raise wrong(f"item {i} must be the number of a {what}, not {kind_of(number)}")
     return list(value)
 
 
@@ -73,8 +47,8 @@ def _chosen(what: str, words: tuple[str, ...], null: bool = False) -> Any:
             return value
         if isinstance(value, list) and value:
             return _integers(value, what)
-        said = f"{value!r}" if isinstance(value, str) else "an empty array" if value == [] else _kind(value)
-        raise _wrong(f"must be {' or '.join(map(repr, words))} or an array of {what} numbers, not {said}")
+        said = f"{value!r}" if isinstance(value, str) else "an empty array" if value == [] else kind_of(value)
+        raise wrong(f"must be {' or '.join(map(repr, words))} or an array of {what} numbers, not {said}")
 
     return BeforeValidator(check)
 
@@ -82,23 +56,23 @@ def _chosen(what: str, words: tuple[str, ...], null: bool = False) -> Any:
 def _target(value: Any) -> Target:
     """What `focus` takes → a place or token indexes."""
     if isinstance(value, str):
-        return Place(text=_text(value, "the string"))
+        return Place(text=text_of(value, "the string"))
     if isinstance(value, list):
         if not value:
-            raise _wrong("the array of token indexes is empty")
+            raise wrong("the array of token indexes is empty")
         return tuple(_integers(value, "token"))
     if not isinstance(value, dict):
-        raise _wrong(f"must be a string, an object or an array of token indexes, not {_kind(value)}")
+        raise wrong(f"must be a string, an object or an array of token indexes, not {kind_of(value)}")
     numbers = {key: value[key] for key in ("occurrence", "start", "end", "segment") if key in value}
     for key, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise _wrong(f"{key} must be a number from 0, not {number!r}")
+            raise wrong(f"{key} must be a number from 0, not {number!r}")
     segment = numbers.get("segment")
     if set(value) <= {"text", "occurrence", "segment"} and "text" in value:
-        return Place(text=_text(value["text"], "its text"), occurrence=numbers.get("occurrence", 0), segment=segment)
+        return Place(text=text_of(value["text"], "its text"), occurrence=numbers.get("occurrence", 0), segment=segment)
     if set(value) <= {"start", "end", "segment"} and {"start", "end"} <= set(value):
         return Place(start=numbers["start"], end=numbers["end"], segment=segment)
-    raise _wrong('an object is {"start", "end"} or {"text", "occurrence"}, and may have "segment"')
+    raise wrong('an object is {"start", "end"} or {"text", "occurrence"}, and may have "segment"')
 
 
 def _focus(value: Any) -> Target | None:
@@ -109,7 +83,7 @@ def _spans(value: Any) -> list[Target] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not value:
-        raise _wrong(f"must be an array with at least one span, not {'an empty one' if value == [] else _kind(value)}")
+        raise wrong(f"must be an array with at least one span, not {'an empty one' if value == [] else kind_of(value)}")
     return [_target(span) for span in value]
 
 
@@ -118,19 +92,19 @@ def _reduce(value: Any) -> list[tuple[Name, int | None]]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise _wrong(f"must be an array of reductions, not {_kind(value)}")
+        raise wrong(f"must be an array of reductions, not {kind_of(value)}")
     found: dict[Name, int | None] = {}
     for i, item in enumerate(value):
         name, number = next(iter(item.items())) if isinstance(item, dict) and len(item) == 1 else (item, None)
         if not isinstance(name, str) or name not in AXES:
-            said = repr(name) if isinstance(name, str) else _kind(item)
-            raise _wrong(f'item {i} must be one of {", ".join(AXES)}, {{"top_k": k}} or {{"rollout": layer}}, not {said}')
+            said = repr(name) if isinstance(name, str) else kind_of(item)
+            raise wrong(f'item {i} must be one of {", ".join(AXES)}, {{"top_k": k}} or {{"rollout": layer}}, not {said}')
         if name == "top_k" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise _wrong(f'item {i}: top_k takes a number from 1: {{"top_k": 5}}')
+            raise wrong(f'item {i}: top_k takes a number from 1: {{"top_k": 5}}')
         if isinstance(item, dict) and (name not in ("top_k", "rollout") or isinstance(number, bool) or not isinstance(number, int)):
-            raise _wrong(f"item {i}: {name} takes {'the number of a layer' if name == 'rollout' else 'no number'}")
+            raise wrong(f"item {i}: {name} takes {'the number of a layer' if name == 'rollout' else 'no number'}")
         if name in found:
-            raise _wrong(f"item {i}: {name} is named twice")
+            raise wrong(f"item {i}: {name} is named twice")
         found[name] = number
     return list(found.items())
 
