@@ -179,7 +179,8 @@ def test_a_model_that_hands_out_no_attention_is_served_without(tmp_path):
     from transformers import FNetConfig, FNetModel
 
     torch.manual_seed(0)
-    small = FNetConfig(vocab_size=len(tiny.VOCABULARY), hidden_size=32, num_hidden_layers=2, intermediate_size=48, max_position_embeddings=64,
+    small = FNetConfig(vocab_size=len(tiny.VOCABULARY), hidden_size=32, num_hidden_layers=2, intermediate_size=48,
+                       max_position_embeddings=64,
                        pad_token_id=0)  # fmt: skip
     FNetModel(small).save_pretrained(tmp_path / "fnet")
     tiny.tokenizer().save_pretrained(tmp_path / "fnet")

@@ -65,7 +65,8 @@ class Encoding:
     def decode(self, ids): return "x"
 tiktoken.encoding_for_model = tiktoken.get_encoding = lambda name: Encoding()
 model = "sentence-transformers/all-MiniLM-L6-v2"
-def make(**options): return OpenAIEmbeddings(base_url="{server.url}/v1", api_key="none", model=model, **options).embed_query("The river bank")
+def make(**options):
+    return OpenAIEmbeddings(base_url="{server.url}/v1", api_key="none", model=model, **options).embed_query("The river bank")
 by_ids, by_text = make(), make(check_embedding_ctx_length=False)
 assert numpy.allclose(by_ids, by_text, atol=1e-6)
 """
