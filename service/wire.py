@@ -18,8 +18,8 @@ import orjson
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-CHUNK = 65536
-"""Bytes that small pieces are joined up to."""
+CHUNK = 2**18
+"""Bytes that pieces are joined up to: each chunk costs a change of threads, so there should be few, but not so few as to need memory."""
 BLOCK = 16384
 """Numbers that are written at a time: what belongs to them fits into a core's own cache."""
 _SLACK = 8
@@ -44,7 +44,7 @@ class LazyList:
 
 
 def json_document(value: Any, decimals: int | None) -> Iterator[bytes]:
-    """The JSON of a value made of dicts, lists, strings, numbers, None, numpy arrays, Base64 and LazyList, as UTF-8 in chunks.
+    """The JSON of a value made of dicts, lists, strings, numbers, None, dataclasses, numpy arrays, Base64 and LazyList, as UTF-8 in chunks.
 
     float32 arrays are written by `json_numbers` with `decimals`; the order of keys is kept.
     Raises ValueError for an array with numbers that are not finite, TypeError for any other type.
@@ -263,7 +263,7 @@ def floats_base64(array: Array) -> str:
 def json_base64(array: Array) -> Iterator[bytes]:
     """`{"shape": […], "dtype": "float32", "data": "…"}`, in chunks."""
     yield orjson.dumps({"shape": list(array.shape), "dtype": "float32"})[:-1] + b',"data":"'
-    for part in _raw(array, 12 * CHUNK):  # whole groups of three bytes, so that the pieces' base64 can be joined
+    for part in _raw(array, 3 * 2**18):  # whole groups of three bytes, so that the pieces' base64 can be joined
         yield b2a_base64(part, newline=False)
     yield b'"}'
 
@@ -287,7 +287,7 @@ def safetensors_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]
         yield head
         for i, array in enumerate(arrays):
             arrays[i] = np.empty(0, np.float32)  # what has been sent is let go
-            yield from map(bytes, _raw(array, 16 * CHUNK))
+            yield from map(bytes, _raw(array, 2**20))
 
     return len(head) + end, chunks()
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -286,7 +286,7 @@ class Reply:
         asked, answer = self.asked[i], self.answer(i, encoding)
         plan = asked.plan
         out: dict[str, Any] = {
-            "tokens": [asdict(token) for token in asked.tokens],
+            "tokens": asked.tokens,
             "words": words_of(asked),
             "truncated": asked.passage.truncated,
         }
@@ -336,9 +336,9 @@ class Reply:
         return {**named, **reduced.more, "values": put(f"reductions.{name}", reduced.values)}
 
 
-def words_of(asked: Asked) -> list[dict[str, Any]]:
+def words_of(asked: Asked) -> list[Any]:
     """The words; with `unit: "word"`, special tokens that are kept stand after them, so that the attention's indexes reach them."""
-    words: list[dict[str, Any]] = [asdict(word) for word in asked.words]
+    words: list[Any] = list(asked.words)
     if asked.plan.question.unit == "word" and asked.plan.question.special_tokens == "keep":
         outside = [token for token in asked.tokens if token.word is None]
         words += [{"text": t.text, "start": None, "end": None, "segment": t.segment, "special": True} for t in outside]
