@@ -27,6 +27,18 @@ def _quota() -> float | None:
         return None
 
 
+def memory_limit() -> int:
+    """Bytes that this process may use: the cgroup's limit (version 2 or 1), or all that the machine has."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limit = (_CGROUP / name).read_text().strip()
+        except OSError:
+            continue
+        return min(int(limit), total) if limit.isdigit() else total
+    return total
+
+
 def prepare(threads: int) -> None:
     """Set what OpenMP, the tokenizers and the allocator read once, when they are loaded. What the environment sets, stays.
 

@@ -17,6 +17,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
+from service.machine import memory_limit
 from service.versions import version
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Metrics:
         self.model_info = gauge(
             "attend_model_info", "1; the labels say how a model is served", ["model", "architecture", "path", "dtype", "device"]
         )
+        self.memory_limit = gauge("attend_memory_limit_bytes", "What the process may hold: the container's limit, or the machine's memory")
+        self.memory_limit.set(memory_limit())
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
