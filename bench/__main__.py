@@ -52,8 +52,8 @@ class Embeddings:
     clients: int
 
     def texts(self, seed: int, quick: bool) -> list[Text]:
-        """The texts of one round; none comes twice in a run."""
-        return make(self.kind, max(self.size * self.clients, self.count // (4 if quick else 1)), seed)
+        """The texts of one round."""
+        return make(self.kind, max(self.size * self.clients, self.count // (2 if quick else 1)), seed)
 
     def bodies(self, texts: list[Text]) -> list[str]:
         """OpenAI's request for each `size` of the texts."""
@@ -61,11 +61,11 @@ class Embeddings:
         return [json.dumps({"model": MODEL, "input": [t.text for t in group]}) for group in groups]
 
 
-LONE = Embeddings("short texts, one at a time", "short", 200, 1, 1)
-SHORT = Embeddings("short texts, 32 clients", "short", 1280, 1, 32)
-MIX = Embeddings("mix, 32 clients", "mix", 480, 1, 32)
-MIX32 = Embeddings("mix, 32 a request, 4 clients", "mix", 640, 32, 4)
-LONG = Embeddings("long texts, 8 a request, 2 clients", "long", 96, 8, 2)
+LONE = Embeddings("short texts, one at a time", "short", 120, 1, 1)
+SHORT = Embeddings("short texts, 32 clients", "short", 640, 1, 32)
+MIX = Embeddings("mix, 32 clients", "mix", 160, 1, 32)
+MIX32 = Embeddings("mix, 32 a request, 4 clients", "mix", 256, 32, 4)
+LONG = Embeddings("long texts, 8 a request, 2 clients", "long", 32, 8, 2)
 LOADS = (LONE, SHORT, MIX, MIX32, LONG)
 
 
@@ -150,7 +150,7 @@ class Run:
             plain, tokens = [t.text for t in texts], sum(t.tokens for t in texts)
             outcomes = {name: server.send(load.bodies(texts), load.clients) for name, server in {"attend": own, **peers}.items()}
             packed = bounds.ask({"what": "lone" if load is LONE else "packed", "texts": plain})
-            unpacked = None if onnx is None else onnx.ask(plain)
+            unpacked = onnx.ask(plain) if onnx is not None and load is MIX else None
             if number == 0:
                 continue
             for name, outcome in outcomes.items():

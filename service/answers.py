@@ -26,6 +26,9 @@ Body = TypeVar("Body", bound=BaseModel)
 INLINE = 4000
 """Work on so many characters or numbers is done where it stands: handing it to a thread would take longer."""
 
+CHARACTERS_A_TOKEN = 8
+"""No fewer tokens than one for so many characters are expected: an estimate on the safe side, to refuse early under overload."""
+
 
 class Gone(Exception):
     """The client has closed the connection; there is nobody to answer."""
@@ -80,7 +83,10 @@ async def read_passages(
     limited: bool = True,
 ) -> list[Passage]:
     """Tokenize; what is wrong with a text becomes an AttendError on `field` that says which text it is."""
-    start = perf_counter()
+    start, characters = perf_counter(), sum(len(text) for item in texts for text in item)
+    if limited:
+        longest = served.reader.max_length or characters
+        served.scheduler.expect(sum(max(1, min(sum(map(len, item)) // CHARACTERS_A_TOKEN, longest)) for item in texts))
 
     def work() -> list[Passage]:
         return served.reader.read(
@@ -88,7 +94,7 @@ async def read_passages(
         )
 
     try:
-        passages = await off_loop(sum(len(text) for item in texts for text in item), work)
+        passages = await off_loop(characters, work)
     except TextError as error:
         which = f"{field}: item {error.index}: " if len(texts) > 1 and error.index is not None else f"{field}: "
         if isinstance(error, TextTooLong):
@@ -128,7 +134,7 @@ class Results:
         self.kept_open = False
         loop, left = asyncio.get_running_loop(), times.start + timeout - perf_counter()
         self._deadline = loop.call_later(left, served.scheduler.forget, job, errors.deadline_exceeded(timeout))
-        self._watch = loop.create_task(self._forget_when_gone())
+        self._watch = loop.create_task(_forget_when_gone(request, served, job))
 
     def keep_open(self) -> None:
         """The answer goes on after the route has returned; it closes the job itself."""
@@ -160,11 +166,15 @@ class Results:
         self.times.queue, self.times.inference = self.job.queued, self.job.computed
         return result
 
-    async def _forget_when_gone(self) -> None:
-        """The body has been read before, so what comes next from the client is that it is gone."""
-        while (await self.request.receive())["type"] != "http.disconnect":
-            pass
-        self.served.scheduler.forget(self.job, Gone())
+
+async def _forget_when_gone(request: Request, served: Served, job: Job) -> None:
+    """The body has been read before, so what comes next from the client is that it is gone.
+
+    No method of Results: the trace of its cancellation would tie the results into a knot that keeps them until a collection.
+    """
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    served.scheduler.forget(job, Gone())
 
 
 def streamed(state: State, served: Served, chunks: Iterable[bytes], media: str, headers: dict[str, str]) -> Response:

@@ -84,7 +84,7 @@ def serve(settings: Settings) -> int:
     app = create_app(settings, failed)
     config = uvicorn.Config(
         app, host=settings.host, port=settings.port, log_config=None, access_log=False, server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.grace_period)), timeout_keep_alive=75, ws="none",
+        timeout_graceful_shutdown=1, timeout_keep_alive=75, ws="none",  # the grace period is over by then, see _drain
     )  # fmt: skip
     server = Server(config, app.state.attend)
     try:

@@ -116,7 +116,10 @@ class Exchange:
         """The next piece of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.request_id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.request_id
+            if self.state.draining:  # the next request of this client must go to another replica
+                headers["connection"] = "close"
         else:
             self.sent += len(message.get("body", b""))
         await self._send(message)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 Encode = Callable[[Sequence[Passage], Sequence[Probe]], list[Encoding | Exception]]
 """One forward: for each passage an Encoding, or what went wrong with it. Raises MemoryError when the batch is too large."""
+
+FORGETS = 0.9
+"""How much of the past the measured rate keeps with each batch."""
 
 
 @dataclass(eq=False)
@@ -84,11 +88,22 @@ class Scheduler:
         self._generation = 0
         self._current: Batch | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        self._tokens_per_second = 0.0
+        self._recent_tokens = self._recent_seconds = 0.0
         self._closed = False
         self._start_worker(prove=False)
 
     # ── On the event loop ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def expect(self, tokens: int) -> None:
+        """Refuse a request of about so many tokens now, before anything is done for it, when it is sure to be refused later.
+
+        Raises AttendError 429. A quiet queue takes everything: what could never fit is refused by `submit`.
+        """
+        if self._waiting_tokens and self._waiting_tokens + tokens > self.queue_tokens:
+            raise self._overloaded()
+
+    def _overloaded(self) -> AttendError:
+        return overloaded(self._waiting_tokens, self.queue_tokens, self._seconds_for(self._waiting_tokens))
 
     def submit(self, passages: Sequence[Passage], probes: Sequence[Probe]) -> Job:
         """Put a request's texts into the queue.
@@ -102,7 +117,7 @@ class Scheduler:
             raise worker_down(self.name)
         with self._condition:
             if self._waiting_tokens + tokens > self.queue_tokens:
-                raise overloaded(self._waiting_tokens, self.queue_tokens, self._seconds_for(self._waiting_tokens))
+                raise self._overloaded()
             job = Job(passages, probes, [self._loop.create_future() for _ in passages], perf_counter(), left=tokens)
             self._jobs.append(job)
             self._count(tokens, len(passages))
@@ -111,14 +126,20 @@ class Scheduler:
             self._alarm = self._loop.call_later(self.worker_timeout, self._look)
         return job
 
-    def forget(self, job: Job) -> None:
-        """Nobody waits for this job any more: what is not in a forward yet never will be."""
+    def forget(self, job: Job, why: Exception | None = None) -> None:
+        """Nobody waits for this job any more: what is not in a forward yet never will be.
+
+        Its results that are not there yet are cancelled, or get `why`.
+        """
         with self._condition:
             if job in self._jobs:
                 self._jobs.remove(job)
                 self._count(-job.left, job.taken - len(job.passages))
         for result in job.results:
-            result.cancel()
+            if why is None:
+                result.cancel()
+            else:
+                _fail(result, why)
 
     async def close(self) -> None:
         """End the worker after the batch that it is in."""
@@ -127,10 +148,12 @@ class Scheduler:
             self._condition.notify()
         if self._alarm is not None:
             self._alarm.cancel()
+            self._alarm = None
         await asyncio.to_thread(self._thread.join, 1.0)
 
     def _seconds_for(self, tokens: int) -> float:
-        return tokens / self._tokens_per_second if self._tokens_per_second else 1.0
+        """How long so many tokens will take, by the last batches; 1 before there was any."""
+        return tokens * self._recent_seconds / self._recent_tokens if self._recent_tokens else 1.0
 
     def _count(self, tokens: int, texts: int) -> None:
         self._waiting_tokens += tokens
@@ -141,23 +164,21 @@ class Scheduler:
     def _deliver(self, generation: int, batch: Batch, answers: list[Encoding | Exception], seconds: float) -> None:
         if generation != self._generation:
             return
-        rate = batch.tokens / seconds if seconds else 0.0
-        self._tokens_per_second = rate if not self._tokens_per_second else 0.8 * self._tokens_per_second + 0.2 * rate
-        self._observe(batch, seconds)
+        self._recent_tokens = FORGETS * self._recent_tokens + batch.tokens
+        self._recent_seconds = FORGETS * self._recent_seconds + seconds
+        self._observe(batch, answers, seconds)
         for job in {id(job): job for job, _ in batch.items}.values():
             job.queued = batch.started - job.arrived
             job.computed += seconds
         for (job, i), answer in zip(batch.items, answers, strict=True):
-            if job.results[i].done():
-                continue
             if isinstance(answer, Exception):
-                job.results[i].set_exception(answer)
-                job.results[i].exception()
-            else:
+                _fail(job.results[i], answer)
+            elif not job.results[i].done():
                 job.results[i].set_result(answer)
 
-    def _observe(self, batch: Batch, seconds: float) -> None:
+    def _observe(self, batch: Batch, answers: list[Encoding | Exception], seconds: float) -> None:
         metrics, name = self.metrics, self.name
+        metrics.nonfinite.labels(name).inc(sum(type(answer).__name__ == "NonfiniteOutput" for answer in answers))
         metrics.batch_texts.labels(name).observe(len(batch.items))
         metrics.batch_tokens.labels(name).observe(batch.tokens)
         metrics.texts.labels(name).inc(len(batch.items))
@@ -170,7 +191,8 @@ class Scheduler:
     # ── Watching the worker ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start_worker(self, *, prove: bool) -> None:
-        self._generation += 1
+        if prove:
+            self._current = Batch(started=perf_counter())  # the proof, which nobody waits for
         self._thread = threading.Thread(target=self._run, args=(self._generation, prove), name=f"worker {self.name}", daemon=True)
         self._thread.start()
         self.metrics.worker_up.labels(self.name).set(self.up)
@@ -178,47 +200,42 @@ class Scheduler:
     def _look(self) -> None:
         """Has the worker been in one batch for too long? Looked at while there is work, and only then."""
         self._alarm = None
-        batch = self._current
-        late = batch is not None and perf_counter() - batch.started >= self.worker_timeout
-        if late:
+        batch, now = self._current, perf_counter()
+        if batch is not None and now - batch.started >= self.worker_timeout:
             self._lost(self._generation, f"has been in one batch for {self.worker_timeout:g} s")
         elif batch is not None or self._jobs:
-            started = batch.started if batch is not None else perf_counter()
-            self._alarm = self._loop.call_later(max(0.01, started + self.worker_timeout - perf_counter()), self._look)
+            began = batch.started if batch is not None else now
+            self._alarm = self._loop.call_later(max(0.01, began + self.worker_timeout - now), self._look)
 
     def _lost(self, generation: int, why: str) -> None:
         """A worker died or hangs: its texts get an error now, and another worker takes its place, if it can do a forward."""
-        if generation != self._generation or self._closed:
-            return
-        batch, self._current = self._current, None
+        with self._condition:
+            if generation != self._generation or self._closed:
+                return
+            self._generation += 1
+            batch, self._current = self._current, None
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         for job, i in batch.items if batch is not None else []:
-            if not job.results[i].done():
-                job.results[i].set_exception(worker_down(self.name))
-                job.results[i].exception()
+            _fail(job.results[i], worker_down(self.name))
         if not self.up:
             log.error("the worker of %s could not be started again: it %s", self.name, why)
             self.alive = False
-            self._generation += 1
             self._refuse_all()
             return
         log.error("the worker of %s %s; starting another", self.name, why)
         self.up = False
         self.metrics.worker_restarts.labels(self.name).inc()
         self._start_worker(prove=True)
-        self._alarm = self._loop.call_later(self.worker_timeout, self._look_at_restart, self._generation)
-
-    def _look_at_restart(self, generation: int) -> None:
-        self._alarm = None
-        if generation == self._generation and not self.up:
-            self._lost(generation, f"did not get through one text in {self.worker_timeout:g} s")
+        self._alarm = self._loop.call_later(self.worker_timeout, self._look)
 
     def _refuse_all(self) -> None:
         with self._condition:
             jobs, self._jobs = self._jobs, []
             self._count(-self._waiting_tokens, -self._waiting_texts)
-        for result in (result for job in jobs for result in job.results if not result.done()):
-            result.set_exception(worker_down(self.name))
-            result.exception()
+        for result in (result for job in jobs for result in job.results):
+            _fail(result, worker_down(self.name))
 
     def _risen(self, generation: int) -> None:
         if generation == self._generation:
@@ -232,14 +249,13 @@ class Scheduler:
         why = "ended without being told to"
         try:
             if prove:
-                self._encode([self._proof], [Probe()])
+                answer = self._encode([self._proof], [Probe()])[0]
+                if isinstance(answer, Exception):
+                    raise answer
                 self._call(self._risen, generation)
             while (batch := self._next(generation)) is not None:
                 answers = self._answers(batch)
-                seconds = perf_counter() - batch.started
-                if generation == self._generation:
-                    self._current = None
-                self._call(self._deliver, generation, batch, answers, seconds)
+                self._call(self._deliver, generation, batch, answers, perf_counter() - batch.started)
             why = ""
         except BaseException as error:
             why = f"died of {type(error).__name__}: {error}"
@@ -248,12 +264,14 @@ class Scheduler:
                 self._call(self._lost, generation, why)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _next(self, generation: int) -> Batch | None:
         """Wait until there is work and take a batch of it; None when this worker has to end."""
         with self._condition:
+            if generation == self._generation:
+                self._current = None
             self._condition.wait_for(lambda: self._jobs or self._closed or generation != self._generation)
             if self._closed or generation != self._generation:
                 return None
@@ -282,17 +300,16 @@ class Scheduler:
         """The answers of a batch; what does not fit into memory is split and tried once more."""
         try:
             return self._forward(batch.items)
-        except MemoryError as error:
-            log.warning("%s: no memory for a batch of %d tokens; trying it in halves", self.name, batch.tokens)
-            if len(batch.items) == 1:
-                return [error]
+        except MemoryError:
+            log.warning("%s: no memory for a batch of %d texts, %d tokens", self.name, len(batch.items), batch.tokens)
+        # out of the handler, so that what the failed forward held is let go before it is tried again
         middle = len(batch.items) // 2
         answers: list[Encoding | Exception] = []
-        for half in (batch.items[:middle], batch.items[middle:]):
+        for half in (batch.items[:middle], batch.items[middle:]) if middle else (batch.items,):
             try:
                 answers += self._forward(half)
-            except MemoryError as error:
-                answers += [error] * len(half)
+            except MemoryError:
+                answers += [MemoryError() for _ in half]
         return answers
 
     def _forward(self, items: list[tuple[Job, int]]) -> list[Encoding | Exception]:
@@ -306,3 +323,10 @@ class Scheduler:
         except Exception as error:
             log.exception("%s: a batch of %d texts failed", self.name, len(items))
             return [error] * len(items)
+
+
+def _fail(result: "asyncio.Future[Encoding]", error: Exception) -> None:
+    """Let a result be an error, unless it is there; one that nobody looks at is no fault."""
+    if not result.done():
+        result.set_exception(error)
+        result.exception()

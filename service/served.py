@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from models.passages import Reader
 
 log = logging.getLogger(__name__)
-BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""Tokens in a forward. On two cores, the mix of 32 clients: 1024 gave 4,190 tokens/s and a p99 of 0.75 s, 2048 4,520 and 0.53 s,
+4096 4,520 and 0.59 s, 8192 4,240 and 0.57 s."""
 
 
 class Served:

@@ -23,7 +23,7 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(_listed)]
 class Settings(BaseSettings):
     """Everything that can be set. Raises pydantic.ValidationError for a value that cannot be."""
 
-    model_config = SettingsConfigDict(env_prefix="ATTEND_", frozen=True, protected_namespaces=())
+    model_config = SettingsConfigDict(env_prefix="ATTEND_", env_ignore_empty=True, frozen=True, protected_namespaces=())
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")

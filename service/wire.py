@@ -44,7 +44,7 @@ class LazyList:
 
 
 def json_document(value: Any, decimals: int | None) -> Iterator[bytes]:
-    """The JSON of a value made of dicts, lists, strings, numbers, None, dataclasses, numpy arrays, Base64 and LazyList, as UTF-8 in chunks.
+    """The JSON of a value, as UTF-8 in chunks: dicts, lists, strings, numbers, None, dataclasses, numpy arrays, Base64, LazyList.
 
     float32 arrays are written by `json_numbers` with `decimals`; the order of keys is kept.
     Raises ValueError for an array with numbers that are not finite, TypeError for any other type.

@@ -122,7 +122,7 @@ def test_lazy_items_are_made_one_after_the_other():
     def items() -> Iterator[np.ndarray]:
         for i in range(3):
             made.append(i)
-            yield np.full((100, 200), i / 4, np.float32)
+            yield np.full((300, 400), i / 4, np.float32)
 
     chunks = json_document(LazyList(items()), 6)
     next(chunks)
