@@ -3,8 +3,10 @@
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from typing import Any, get_args, get_origin
@@ -62,7 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_complain(error))
     logs.configure(settings.log_format, settings.log_level)
     prepare(settings.threads or cores())
-    sys.exit(serve(settings))
+    status = serve(settings)
+    if any(thread.daemon for thread in threading.enumerate()):
+        # a model that is still in a forward, or being loaded: torch would abort the process if the interpreter went away under it
+        logging.shutdown()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _complain(error: ValidationError) -> int:

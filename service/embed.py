@@ -45,20 +45,27 @@ async def read(state: State, served: Served, times: Times, inputs: Sequence[Inpu
             served, state.metrics, times, texts, options.field, prompt=prompt, truncate=options.truncate, direction=options.direction
         )
     )
+    if len(texts) == len(inputs):
+        return list(passages)
     start = perf_counter()
-    out = [next(passages) if isinstance(item, str) else read_ids(served, item, options) for item in inputs]
+
+    def work() -> list[Passage]:
+        return [next(passages) if isinstance(item, str) else read_ids(served, inputs, i, options) for i, item in enumerate(inputs)]
+
+    out = await off_loop(sum(map(len, inputs)), work)
     note_tokens(served, state.metrics, times, out, times.tokenization + perf_counter() - start)
     return out
 
 
-def read_ids(served: Served, ids: list[int], options: Options) -> Passage:
-    """A passage of token ids. Raises AttendError."""
+def read_ids(served: Served, inputs: Sequence[Input], i: int, options: Options) -> Passage:
+    """The passage of input i, which is token ids. Raises AttendError that says which input it is."""
+    where = f"{options.field}: item {i}" if len(inputs) > 1 else options.field
     try:
-        return served.reader.read_ids(ids, truncate=options.truncate)
+        return served.reader.read_ids([int(token) for token in inputs[i]], truncate=options.truncate, direction=options.direction)
     except TextTooLong as error:
-        raise errors.text_too_long(f"{options.field}: {error}", options.field) from error
+        raise errors.text_too_long(f"{where}: {error}", options.field) from error
     except TextError as error:
-        raise errors.invalid(f"{options.field}: {error}", options.field) from error
+        raise errors.invalid(f"{where}: {error}", options.field) from error
 
 
 def prompt_of(state: State, served: Served, options: Options) -> str:

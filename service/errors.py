@@ -126,9 +126,9 @@ def from_validation(error: ValidationError) -> AttendError:
         case "extra_forbidden":
             return invalid(f"there is no field {param}", param)
         case "missing":
-            return invalid(f"the field {param} is missing", param)
+            return invalid(f"the field {'.'.join(map(str, first['loc']))} is missing", param)
         case "model_type" | "model_attributes_type":
-            return invalid(f"the body must be a JSON object, not {_kind(error)}")
+            return invalid(f"{param or 'the body'} must be a JSON object, not {_kind(error)}", param)
     return invalid(f"{param}: {message}" if param else message, param)
 
 

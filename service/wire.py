@@ -10,7 +10,7 @@ allowed between the tokens of JSON (RFC 8259, section 2). Arrays with larger num
 from binascii import b2a_base64
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 CHUNK = 2**18
 """Bytes that pieces are joined up to: each chunk costs a change of threads, so there should be few, but not so few as to need memory."""
-BLOCK = 16384
-"""Numbers that are written at a time: what belongs to them fits into a core's own cache."""
+BLOCK = 32768
+"""Numbers that are written at a time: enough for the calls on them not to count, few enough for the processor's cache."""
 _SLACK = 8
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
@@ -46,8 +46,9 @@ class LazyList:
 def json_document(value: Any, decimals: int | None) -> Iterator[bytes]:
     """The JSON of a value, as UTF-8 in chunks: dicts, lists, strings, numbers, None, dataclasses, numpy arrays, Base64, LazyList.
 
-    float32 arrays are written by `json_numbers` with `decimals`; the order of keys is kept.
-    Raises ValueError for an array with numbers that are not finite, TypeError for any other type.
+    float32 arrays are written by `json_numbers` with `decimals`, arrays of other types as they are; the order of keys is kept.
+    A Python float that is not finite becomes null. Raises ValueError for an array with numbers that are not finite, TypeError for
+    any other type and for a key that is no string.
     """
     small: list[bytes] = []
     size = 0
@@ -66,11 +67,11 @@ def _pieces(value: Any, decimals: int | None) -> Iterator[bytes]:
         case np.ndarray() if value.dtype == np.float32:
             yield from json_numbers(value, decimals)
         case np.ndarray():
-            yield orjson.dumps(np.ascontiguousarray(value), option=_OPTIONS)
+            yield from _exact(value)
         case Base64(array):
             yield from json_base64(array)
         case LazyList(items):
-            yield from _enclosed(b"[", (_pieces(item, decimals) for item in items), b"]")
+            yield from _enclosed(b"[", map(lambda item: _pieces(item, decimals), items), b"]")  # noqa: C417 - holds no item
         case dict() | list() | tuple():
             try:
                 yield orjson.dumps(value)
@@ -82,10 +83,16 @@ def _pieces(value: Any, decimals: int | None) -> Iterator[bytes]:
 
 def _container(value: Any, decimals: int | None) -> Iterator[bytes]:
     if isinstance(value, dict):
-        members = (_prefixed(orjson.dumps(key) + b":", _pieces(item, decimals)) for key, item in value.items())
+        members = (_prefixed(_key(key) + b":", _pieces(item, decimals)) for key, item in value.items())
         yield from _enclosed(b"{", members, b"}")
     else:
         yield from _enclosed(b"[", (_pieces(item, decimals) for item in value), b"]")
+
+
+def _key(key: Any) -> bytes:
+    if not isinstance(key, str):
+        raise TypeError(f"a key must be a string, not {type(key).__name__}")
+    return orjson.dumps(key)
 
 
 def _prefixed(prefix: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
@@ -106,53 +113,52 @@ def _enclosed(opening: bytes, members: Iterable[Iterator[bytes]], closing: bytes
 
 
 def json_numbers(array: Array, decimals: int | None) -> Iterator[bytes]:
-    """Nested JSON arrays of a float32 array of any shape, in chunks.
+    """Nested JSON arrays of a float32 array of any shape, in chunks; one number for an array without axes.
 
     decimals: 1 to 9 digits after the point, rounded half to even from the exact value, trailing zeros kept; −0 is written as 0.
-    Numbers of 100 and more are written as the nearest double of the rounded value. None: the shortest text that gives the
-    same float32 again. Raises ValueError for numbers that are not finite.
+    A block of numbers that has one of 99.5 or more is written as the doubles nearest to the rounded values. None: the shortest
+    text that gives the same float32 again. Raises ValueError for numbers that are not finite and for any other `decimals`.
     """
     array = np.asarray(array, dtype=np.float32, order="C")
-    if array.ndim == 0 or array.size == 0:
-        yield _exact(array if decimals is None else np.round(array.astype(np.float64), decimals))
-    elif decimals is None:
-        yield from _shortest(array)
+    if decimals is not None and not 1 <= decimals <= 9:
+        raise ValueError(f"decimals must be 1 to 9, or None, not {decimals}")
+    if decimals is None or array.size == 0:
+        yield from _exact(array)
+    elif array.ndim == 0:
+        yield b"".join(_fixed(array.reshape(1), decimals))[1:-1].lstrip()
     else:
         yield from _fixed(array, decimals)
 
 
-def _exact(array: Array) -> bytes:
+def _exact(array: Array) -> Iterator[bytes]:
+    """An array of any type as orjson writes it, at most BLOCK numbers at a time."""
+    if array.ndim == 0:
+        yield _by_orjson(array.reshape(1))[1:-1]
+    elif array.size <= BLOCK:
+        yield _by_orjson(array)
+    elif (step := BLOCK * len(array) // array.size) > 0:
+        yield from _enclosed(b"[", (iter([_by_orjson(array[i : i + step])[1:-1]]) for i in range(0, len(array), step)), b"]")
+    else:
+        yield from _enclosed(b"[", map(_exact, array), b"]")
+
+
+def _by_orjson(array: Array) -> bytes:
     if not np.isfinite(array).all():
         raise ValueError("the array has numbers that are not finite")
-    return orjson.dumps(array.item()) if array.ndim == 0 else orjson.dumps(np.ascontiguousarray(array), option=_OPTIONS)
-
-
-def _shortest(array: Array) -> Iterator[bytes]:
-    if array.size <= BLOCK or array.ndim == 1:
-        yield _exact(array)
-        return
-    step = max(1, BLOCK // (array.size // len(array)))
-    if step == 1:
-        yield from _enclosed(b"[", (_shortest(part) for part in array), b"]")
-        return
-    parts = (iter([_exact(array[i : i + step])[1:-1]]) for i in range(0, len(array), step))
-    yield from _enclosed(b"[", parts, b"]")
+    return orjson.dumps(np.ascontiguousarray(array), option=_OPTIONS)
 
 
 def _fixed(array: Array, decimals: int) -> Iterator[bytes]:
     rows = array.reshape(-1, array.shape[-1])  # [row, number]
-    step = max(1, BLOCK // rows.shape[1])
+    count, length = rows.shape
+    step = max(1, BLOCK // length)
     yield b"[" * (array.ndim - 1)
-    for first in range(0, len(rows), step):
-        block = rows[first : first + step]
-        tails = _tails(array.shape, first, len(block))  # [row, byte]
-        low, high = float(block.min()), float(block.max())
-        if not max(-low, high) < 99.5:
-            written = _by_orjson(block, tails, decimals)
-        else:
-            written = _by_tables(block, tails, decimals, signed=low < 0, wide=max(-low, high) >= 9.5)
-        last = first + step >= len(rows)
-        yield written[: len(written) - tails.shape[1]] + b"]" * array.ndim if last else written
+    for first in range(0, count, step):
+        tails = _tails(array.shape, first, min(step, count - first))  # [row, byte]
+        for start in range(0, length, BLOCK):  # more than once only in a row that is longer than a block
+            block, ends = rows[first : first + step, start : start + BLOCK], start + BLOCK >= length
+            written = _block(block, b"," if start else b"[", tails if ends else tails[:, :0], decimals)
+            yield written[: -tails.shape[1]] + b"]" * array.ndim if ends and first + step >= count else written
 
 
 def _tails(shape: tuple[int, ...], first: int, count: int) -> Array:
@@ -160,99 +166,124 @@ def _tails(shape: tuple[int, ...], first: int, count: int) -> Array:
 
     → bytes [count, 2 + 2m], m being how many arrays a row's own array lies in, less one; spaces where no bracket is needed.
     """
-    outer = len(shape) - 2
-    if outer <= 0:
-        return np.broadcast_to(np.frombuffer(b"],", np.uint8), (count, 2))
-    ends = np.arange(first + 1, first + count + 1)
+    outer = max(0, len(shape) - 2)
     tails = np.full((count, 2 + 2 * outer), ord(" "), np.uint8)
     tails[:, 0], tails[:, outer + 1] = ord("]"), ord(",")
     rows = 1
     for level in range(outer):
         rows *= shape[-2 - level]
-        here = ends % rows == 0
-        tails[here, 1 + level], tails[here, -1 - level] = ord("]"), ord("[")
+        ends = slice(-(first + 1) % rows, None, rows)
+        tails[ends, 1 + level], tails[ends, -1 - level] = ord("]"), ord("[")
     return tails
 
 
-def _by_orjson(block: Array, tails: Array, decimals: int) -> bytes:
-    rounded = np.round(block.astype(np.float64), decimals)
-    return b"".join(_exact(row)[:-1] + tail.tobytes() for row, tail in zip(rounded, tails, strict=True))
+def _block(block: Array, opening: bytes, tails: Array, decimals: int) -> bytes:
+    """Rows of numbers, each begun by `opening` and followed by its tail."""
+    low, high = float(np.minimum.reduce(block, axis=None)), float(np.maximum.reduce(block, axis=None))
+    size = max(-low, high)
+    if size < 99.5:
+        room = 2 if size >= 9.5 else 1 if low < 0 else 0
+        return _by_tables(block, opening, tails, decimals, _form(decimals, room), signed=low < 0)
+    rounded = np.round(block.astype(np.float64), decimals) + 0.0  # −0 becomes 0
+    rows = _by_orjson(rounded)[2:-2].split(b"],[")
+    return b"".join(opening + row + tail.tobytes() for row, tail in zip(rows, tails, strict=True))
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a number is cut: `head` decimals go with sign, integer part and point, `groups` of digits follow."""
+class Form:
+    """Records of one width: ready-made beginnings (comma, sign, integer part, point, first decimals), then groups of digits.
 
-    head: int
-    groups: tuple[int, ...]
+    A group is its place in the record, ten to the power of its length, and the text of all its values.
+    """
 
-
-_LAYOUTS = {1: Layout(1, ()), 2: Layout(2, ()), 3: Layout(3, ()), 4: Layout(4, ()), 5: Layout(3, (2,)), 6: Layout(3, (3,)),
-            7: Layout(3, (4,)), 8: Layout(3, (3, 2)), 9: Layout(3, (3, 3))}  # fmt: skip
-_WIDE_LAYOUTS = {**_LAYOUTS, 4: Layout(2, (2,)), 5: Layout(2, (3,)), 6: Layout(2, (4,)), 7: Layout(2, (3, 2)), 8: Layout(2, (3, 3)),
-                 9: Layout(2, (4, 3))}  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def _head_table(decimals: int, signed: bool, wide: bool) -> Array:
-    """The beginnings of all records, ",0.12" and the like, 8 bytes each; those of negative numbers in the second half."""
-    numbers = 10 ** (decimals + 1 + wide)
-    texts = [f"{n / 10**decimals:{decimals + 2 + wide}.{decimals}f}" for n in range(numbers)]
-    texts = [f",{sign}{text}" for sign in (" -" if signed else [""]) for text in texts]
-    if wide and signed:  # the sign stands next to the number: ", -5.1", not ",- 5.1"
-        texts = [text.replace("- ", " -") for text in texts]
-    return np.frombuffer(b"".join(text.encode().ljust(8) for text in texts), dtype="<u8")
+    width: int
+    head: Array
+    groups: tuple[tuple[int, np.signedinteger[Any], Array], ...]
+    kind: type[np.signedinteger[Any]]
 
 
-@lru_cache(maxsize=8)
-def _digit_table(digits: int) -> Array:
+_CUTS = {1: (1,), 2: (2,), 3: (3,), 4: (4,), 5: (3, 2), 6: (3, 3), 7: (3, 4), 8: (4, 4), 9: (3, 3, 3)}
+_WIDE_CUTS = {1: (1,), 2: (2,), 3: (3,), 4: (2, 2), 5: (2, 3), 6: (2, 4), 7: (3, 4), 8: (2, 3, 3), 9: (2, 4, 3)}
+"""How many decimals go into the head, and into each group: heads have at most 5 digits, so that their tables stay in the cache."""
+
+
+@cache
+def _form(decimals: int, room: int) -> Form:
+    """`room`: how many places stand before the last digit of the integer part: 0 for 0.5, 1 for -0.5 as well, 2 for -10.5 too."""
+    first, *rest = (_WIDE_CUTS if room == 2 else _CUTS)[decimals]
+    head = _head_table(first, room)
+    kind = np.int64 if decimals + max(1, room) > 9 else np.int32
+    groups, end = [], room + 3 + first
+    for digits in rest:
+        groups.append((end, kind(10**digits), _digit_table(digits)))
+        end += digits
+    return Form(end, head, tuple(groups), kind)
+
+
+def _digits(count: int) -> Array:
+    """All numbers of `count` digits as text: bytes [10^count, count]."""
+    return np.indices((10,) * count, np.uint8).reshape(count, -1).T + np.uint8(ord("0"))
+
+
+def _head_table(decimals: int, room: int) -> Array:
+    """The beginnings of all records, ",0.12" and the like, 8 bytes each; with room for signs, those of negative numbers follow."""
+    whole = max(1, room)  # digits before the point
+    digits = _digits(whole + decimals)
+    text = np.full((2 if room else 1, len(digits), 8), ord(" "), np.uint8)  # [sign, number, byte]
+    text[..., 0] = ord(",")
+    text[1:, :, 1] = ord("-")
+    text[..., room + 2 - whole : room + 2] = digits[:, :whole]
+    text[..., room + 2] = ord(".")
+    text[..., room + 3 : room + 3 + decimals] = digits[:, whole:]
+    if room == 2:  # the sign stands next to the number: ", -5.1", not ",-05.1"
+        short = text[:, : len(digits) // 10]
+        short[..., 2] = short[..., 1]
+        short[..., 1] = ord(" ")
+    return text.view("<u8").ravel()
+
+
+@cache
+def _digit_table(count: int) -> Array:
     """All groups of 2, 3 or 4 digits. 3 digits take 4 bytes: the last is the comma of the next record, or is written over."""
-    kind = {2: "<u2", 3: "<u4", 4: "<u4"}[digits]
-    return np.frombuffer(b"".join(f"{n:0{digits}}".encode().ljust(np.dtype(kind).itemsize, b",") for n in range(10**digits)), dtype=kind)
+    text = np.full((10**count, 2 if count == 2 else 4), ord(","), np.uint8)
+    text[:, :count] = _digits(count)
+    return text.view(f"<u{text.shape[1]}").ravel()
 
 
-def _by_tables(block: Array, tails: Array, decimals: int, *, signed: bool, wide: bool) -> bytes:
-    """Rows of numbers below 10 (wide: 100) in records of one width, each row followed by its tail."""
-    layout = (_WIDE_LAYOUTS if wide else _LAYOUTS)[decimals]
-    count, numbers = block.shape
-    head_width = 1 + signed + 1 + wide + 1 + layout.head
-    width = head_width + sum(layout.groups)
-    stride = numbers * width + tails.shape[1]
+def _by_tables(block: Array, opening: bytes, tails: Array, decimals: int, form: Form, *, signed: bool) -> bytes:
+    count, length = block.shape
+    stride = length * form.width + tails.shape[1]
     out = np.empty(count * stride + _SLACK, np.uint8)
 
     scaled = np.multiply(block, 10.0**decimals, dtype=np.float64)  # exact: 24 bits times at most 21
-    kind = np.int64 if decimals + 1 + wide > 9 else np.int32
-    whole: Any = np.rint(scaled, out=scaled).astype(kind)
-    negative = whole < 0 if signed else None
-    if signed:
+    whole: Any = np.rint(scaled, out=scaled).astype(form.kind)
+    signs = None
+    if signed:  # where the heads of negative numbers begin in the table, or 0
+        signs = (whole >> form.kind(8 * whole.itemsize - 1)) & form.kind(len(form.head) // 2)
         np.abs(whole, out=whole)
-    digits: list[Any] = []
-    for group in reversed(layout.groups):
-        rest = whole // kind(10**group)
-        digits.insert(0, whole - rest * kind(10**group))
+    groups = []
+    for place, power, table in reversed(form.groups):
+        rest = whole // power
+        whole -= rest * power
+        groups.append((place, table, whole))
         whole = rest
-    if negative is not None:
-        whole += negative * kind(10 ** (layout.head + 1 + wide))
+    if signs is not None:
+        whole += signs
 
-    # A record's 8 bytes may reach into what comes after it, which is written later: from left to right, heads before groups.
-    _place(out, 0, stride, width, _head_table(layout.head, signed, wide), whole)
-    offset = head_width
-    for group, values in zip(layout.groups, digits, strict=True):
-        _place(out, offset, stride, width, _digit_table(group), values)
-        offset += group
+    # A table's text may reach into what comes after it, which is written later: heads first, then groups from left to right.
+    for place, table, index in [(0, form.head, whole), *reversed(groups)]:
+        target: Array = np.ndarray(index.shape, table.dtype, buffer=out, offset=place, strides=(stride, form.width))
+        target[...] = table.take(index, mode="clip")
     lines = out[: count * stride].reshape(count, stride)
-    lines[:, 0] = ord("[")
-    lines[:, numbers * width :] = tails
+    lines[:, 0] = ord(opening)
+    lines[:, length * form.width :] = tails
     return lines.tobytes()
 
 
-def _place(out: Array, offset: int, stride: int, width: int, table: Array, index: Array) -> None:
-    """Write table[index] at each record's `offset`."""
-    target: Array = np.ndarray(index.shape, table.dtype, buffer=out, offset=offset, strides=(stride, width))
-    target[...] = table.take(index, mode="clip")
-
-
 # ── Numbers as they are ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_DTYPES = {"<f4": "F32", "<i4": "I32", "<i8": "I64", "|u1": "U8", "|b1": "BOOL"}
 
 
 def floats_base64(array: Array) -> str:
@@ -263,21 +294,23 @@ def floats_base64(array: Array) -> str:
 def json_base64(array: Array) -> Iterator[bytes]:
     """`{"shape": […], "dtype": "float32", "data": "…"}`, in chunks."""
     yield orjson.dumps({"shape": list(array.shape), "dtype": "float32"})[:-1] + b',"data":"'
-    for part in _raw(array, 3 * 2**18):  # whole groups of three bytes, so that the pieces' base64 can be joined
+    floats = np.asarray(array, dtype=np.float32)
+    for part in _raw(floats, 3 * 2**17):  # whole groups of three bytes, so that the pieces' base64 can be joined
         yield b2a_base64(part, newline=False)
     yield b'"}'
 
 
 def safetensors_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> tuple[int, Iterator[bytes]]:
-    """A safetensors file of float32 tensors: its length in bytes, and its chunks.
+    """A safetensors file: its length in bytes, and its chunks. Floats go as float32; int32, int64, uint8, bool as they are.
 
     The format (github.com/huggingface/safetensors): 8 bytes of length, a JSON header padded with spaces to 8 bytes, the data.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, array in tensors.items():
-        begin, end = end, end + 4 * array.size
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [begin, end]}
+        kind = _stored(array)
+        begin, end = end, end + kind.itemsize * array.size
+        header[name] = {"dtype": _DTYPES[kind.str], "shape": list(array.shape), "data_offsets": [begin, end]}
     raw = orjson.dumps(header)
     raw += b" " * (-len(raw) % 8)
     head = len(raw).to_bytes(8, "little") + raw
@@ -292,7 +325,11 @@ def safetensors_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]
     return len(head) + end, chunks()
 
 
+def _stored(array: Array) -> np.dtype[Any]:
+    return np.dtype("<f4") if array.dtype.kind == "f" else array.dtype.newbyteorder("<")
+
+
 def _raw(array: Array, size: int) -> Iterator[memoryview]:
-    data = np.ascontiguousarray(array, dtype="<f4").reshape(-1).data.cast("B")
+    data = np.ascontiguousarray(array, dtype=_stored(array)).reshape(-1).data.cast("B")
     for start in range(0, len(data), size):
         yield data[start : start + size]

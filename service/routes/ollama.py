@@ -10,7 +10,7 @@ from service.answers import Times, parse
 from service.embed import Options, embed, json_answer
 from service.openapi import body_of
 from service.schemas.ollama import EmbedRequest
-from service.state import state_of
+from service.state import State, state_of
 from service.versions import version
 
 router = APIRouter(prefix="/api", tags=["ollama"])
@@ -21,8 +21,8 @@ async def embed_route(request: Request) -> Response:
     """`{"model", "embeddings", "total_duration", "load_duration", "prompt_eval_count"}`; durations in nanoseconds."""
     state, times = state_of(request), Times()
     body = await parse(request, EmbedRequest)
-    served = state.models.get(body.model.removesuffix(":latest"))
-    options = Options("input", truncate=body.truncate, dimensions=body.dimensions)
+    served = state.models.get(spelled(state, body.model))
+    options = Options("input", truncate=body.truncate is not False, dimensions=body.dimensions or None)
     vectors = await embed(request, state, served, times, body.input, options)
     answer = {
         "model": body.model,
@@ -39,6 +39,13 @@ async def tags(request: Request) -> Response:
     """Names and what is known of each model."""
     state = state_of(request)
     return JSONResponse({"models": [described(name) for name in [*state.models.names, *state.models.aliases]]})
+
+
+def spelled(state: State, name: str) -> str:
+    """The name as it is served: with or without the tag `:latest`, which Ollama takes for the same."""
+    known = {*state.models.names, *state.models.aliases}
+    bare = name.removesuffix(":latest")
+    return next((spelling for spelling in (name, bare, f"{bare}:latest") if spelling in known), bare)
 
 
 def described(name: str) -> dict[str, Any]:

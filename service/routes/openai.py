@@ -24,7 +24,7 @@ async def embeddings(request: Request) -> Response:
     served = state.models.get(body.model)
     if len(body.input) > state.settings.max_request_texts:
         raise errors.invalid(f"input: the array has {len(body.input)} items; the limit is {state.settings.max_request_texts}", "input")
-    options = Options("input", body.prompt, body.prompt_name, body.truncate, dimensions=body.dimensions)
+    options = Options("input", body.prompt, body.prompt_name, bool(body.truncate), dimensions=body.dimensions)
     check_dimensions(served, body.dimensions)
     passages = await read(state, served, times, body.input, options)
     if times.tokens > state.settings.max_request_tokens:

@@ -3,6 +3,7 @@
 Two things are mended: offsets of /tokenize are code points, and a bad body gets TEI's JSON error shape.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ from service.served import Served
 from service.state import State, state_of
 
 router = APIRouter(tags=["tei"])
+SENTENCES = re.compile(rb'"source_sentence"\s*:')
+"""The key that only /similarity has; within a text its quotes would be escaped, or no colon would follow."""
 
 
 @router.post("/embed", summary="Vectors of texts", openapi_extra=body_of(EmbedRequest))
@@ -34,10 +37,14 @@ async def embed_route(request: Request) -> Response:
     return await json_answer(state, served, times, vectors, len(vectors) * served.facts.dim)
 
 
-@router.post("/", summary="What Hugging Face's InferenceClient posts: /embed, or /similarity when the inputs are sentences to compare")
+@router.post(
+    "/",
+    summary="What Hugging Face's InferenceClient posts: /embed, or /similarity when the inputs are sentences to compare",
+    openapi_extra=body_of(EmbedRequest),
+)
 async def root(request: Request) -> Response:
     """The route that fits the body."""
-    return await (similarity if b'"source_sentence"' in await request.body() else embed_route)(request)
+    return await (similarity if SENTENCES.search(await request.body()) else embed_route)(request)
 
 
 @router.post("/embed_all", summary="Vectors of all tokens of texts", openapi_extra=body_of(EmbedAllRequest))
@@ -67,11 +74,15 @@ async def similarity(request: Request) -> Response:
 
 @router.post("/tokenize", summary="The tokens of texts", openapi_extra=body_of(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
-    """`[[{"id", "text", "special", "start", "stop"}]]`; start and stop are code points, null for special tokens."""
+    """`[[{"id", "text", "special", "start", "stop"}]]`: what /embed gives to the model, uncut.
+
+    start and stop are code points of the text as it was sent, and `text` is what stands there. Special tokens and those of a
+    prompt have no place in it: null, and their piece of the vocabulary.
+    """
     state, times = state_of(request), Times()
     body = await parse(request, TokenizeRequest)
     served = admitted(state, body.inputs)
-    prompt = prompt_of(state, served, Options(prompt_name=body.prompt_name)) if body.prompt_name else ""
+    prompt = prompt_of(state, served, Options(prompt_name=body.prompt_name))
     texts = [(text,) for text in body.inputs]
     passages = await read_passages(
         served, state.metrics, times, texts, "inputs", prompt=prompt, special_tokens=body.add_special_tokens, limited=False
@@ -79,12 +90,13 @@ async def tokenize(request: Request) -> Response:
 
     def described() -> list[list[dict[str, Any]]]:
         return [
-            [
-                {"id": i, "text": served.reader.piece(i), "special": special, "start": place and place[0], "stop": place and place[1]}
-                for i, special, place in zip(passage.ids, passage.special, places(passage), strict=True)
-            ]
-            for passage in passages
+            [token(i, special, place, text) for i, special, place in zip(passage.ids, passage.special, places(passage), strict=True)]
+            for passage, text in zip(passages, body.inputs, strict=True)
         ]
+
+    def token(i: int, special: bool, place: tuple[int, int] | None, text: str) -> dict[str, Any]:
+        start, stop = place or (None, None)
+        return {"id": i, "text": text[start:stop] if place else served.reader.piece(i), "special": special, "start": start, "stop": stop}
 
     return JSONResponse(await off_loop(10 * times.tokens, described), headers=times.headers())
 
@@ -99,7 +111,8 @@ async def decode(request: Request) -> Response:
     wrong = next((i for ids in body.ids for i in ids if not 0 <= i < size), None)
     if wrong is not None:
         raise errors.invalid(f"ids: the token id {wrong} is not in the vocabulary, which has ids 0 to {size - 1}", "ids")
-    decoded = served.reader.tokenizer.decode_batch(body.ids, skip_special_tokens=body.skip_special_tokens)
+    count = sum(map(len, body.ids))
+    decoded = await off_loop(count, lambda: served.reader.tokenizer.decode_batch(body.ids, skip_special_tokens=body.skip_special_tokens))
     return JSONResponse(decoded, headers=times.headers())
 
 

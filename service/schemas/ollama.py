@@ -14,9 +14,9 @@ class EmbedRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"model": "all-minilm", "input": ["The river bank"]}]})
 
-    model: str = Field(description="which model; a tag :latest is left out")
+    model: str = Field(description="which model, with or without the tag :latest")
     input: Texts = Field(description="a text, or many")
-    truncate: bool = Field(True, description="cut texts that are too long; false: refuse them")
-    dimensions: int | None = Field(None, ge=1, description="only the first so many numbers, scaled to length 1")
+    truncate: bool | None = Field(True, strict=True, description="cut texts that are too long, also when null; false: refuse them")
+    dimensions: int | None = Field(None, ge=0, strict=True, description="only the first so many numbers, scaled to length 1; 0: all")
     options: Any = Field(None, description="ignored")
     keep_alive: Any = Field(None, description="ignored")

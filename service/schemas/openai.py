@@ -16,9 +16,9 @@ class EmbeddingRequest(BaseModel):
 
     input: Inputs = Field(description="a text, many, token ids of one, or of many; token ids go to the model as they are")
     model: str | None = Field(None, description="which model; the first one served unless given")
-    encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32")
+    encoding_format: Literal["float", "base64"] | None = Field("float", description="base64: little-endian float32; null: float")
     dimensions: int | None = Field(None, ge=1, strict=True, description="only the first so many numbers, scaled to length 1")
-    user: str | None = Field(None, description="ignored")
+    user: Any = Field(None, description="ignored")
     prompt: str | None = Field(None, description="put before each text (beyond OpenAI)")
     prompt_name: str | None = Field(None, description="the checkpoint's prompt of that name, put before each text (beyond OpenAI)")
-    truncate: bool = Field(False, strict=True, description="cut texts that are too long instead of refusing them (beyond OpenAI)")
+    truncate: bool | None = Field(False, strict=True, description="cut texts that are too long instead of refusing them (beyond OpenAI)")

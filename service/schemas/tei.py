@@ -24,7 +24,7 @@ def _ids(value: Any) -> list[list[int]]:
 
 
 def _source(value: Any) -> str:
-    return text(value, "the text")
+    return text(value, "source_sentence")
 
 
 Inputs = Annotated[list[Any], BeforeValidator(inputs), WithJsonSchema(INPUTS_SCHEMA)]
@@ -40,7 +40,7 @@ class Reading(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    truncate: bool | None = Field(None, description="cut texts that are too long; null: as the server is set, which is true")
+    truncate: bool | None = Field(None, strict=True, description="cut texts that are too long; null: as the server is set, which is true")
     truncation_direction: Direction = Field("right", description="the end that is cut", validate_default=True)
     prompt_name: str | None = Field(None, description="the checkpoint's prompt of that name, put before each text")
 
@@ -50,9 +50,9 @@ class EmbedRequest(Reading):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": ["The river bank"]}]})
 
-    inputs: Inputs = Field(description="a text, or many")
-    normalize: bool = Field(True, description="scale vectors to length 1")
-    dimensions: int | None = Field(None, ge=1, description="only the first so many numbers")
+    inputs: Inputs = Field(description="a text, many, token ids of one, or of many; token ids go to the model as they are")
+    normalize: bool = Field(True, strict=True, description="scale vectors to length 1")
+    dimensions: int | None = Field(None, ge=1, strict=True, description="only the first so many numbers, scaled to length 1 with `normalize`")
 
 
 class EmbedAllRequest(Reading):
@@ -60,7 +60,7 @@ class EmbedAllRequest(Reading):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": ["The river bank"]}]})
 
-    inputs: Inputs = Field(description="a text, or many")
+    inputs: Inputs = Field(description="a text, many, token ids of one, or of many; token ids go to the model as they are")
 
 
 class SimilarityInputs(BaseModel):
@@ -77,8 +77,9 @@ class SimilarityRequest(BaseModel):
         extra="ignore", json_schema_extra={"examples": [{"inputs": {"source_sentence": "a river", "sentences": ["a stream", "a bank"]}}]}
     )
 
-    inputs: SimilarityInputs
-    parameters: Reading | None = None
+    # their schemas stand where they are used: a document that holds this one could not follow a reference within it
+    inputs: Annotated[SimilarityInputs, WithJsonSchema(SimilarityInputs.model_json_schema())]
+    parameters: Annotated[Reading | None, WithJsonSchema(Reading.model_json_schema())] = None
 
 
 class TokenizeRequest(BaseModel):
@@ -87,7 +88,7 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"inputs": "The river bank"}]})
 
     inputs: Texts = Field(description="a text, or many")
-    add_special_tokens: bool = Field(True, description="with the special tokens that the model gets")
+    add_special_tokens: bool = Field(True, strict=True, description="with the special tokens that the model gets")
     prompt_name: str | None = Field(None, description="the checkpoint's prompt of that name, put before each text")
 
 
@@ -97,4 +98,4 @@ class DecodeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"ids": [[101, 2314, 2924, 102]]}]})
 
     ids: Ids = Field(description="token ids of a text, or of many")
-    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    skip_special_tokens: bool = Field(True, strict=True, description="leave special tokens out of the text")
