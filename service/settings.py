@@ -46,7 +46,7 @@ class Settings(BaseSettings):
         0, ge=0, description="threads to compute with; 0 takes as many as the machine, the affinity and the cgroup quota allow"
     )
 
-    max_batch_tokens: int = Field(0, ge=0, description="tokens in one forward; 0 takes 4096 on a CPU and 16384 on a GPU")
+    max_batch_tokens: int = Field(0, ge=0, description="tokens in one forward; 0 takes 2048 on a CPU and 16384 on a GPU")
     max_queue_tokens: int = Field(131072, ge=1, description="tokens that may wait; more are refused with 429")
     max_request_texts: int = Field(2048, ge=1, description="texts in one request")
     max_request_tokens: int = Field(300_000, ge=1, description="tokens in one request of the OpenAI dialect")

@@ -52,7 +52,7 @@ class EmbedRequest(Reading):
 
     inputs: Inputs = Field(description="a text, many, token ids of one, or of many; token ids go to the model as they are")
     normalize: bool = Field(True, strict=True, description="scale vectors to length 1")
-    dimensions: int | None = Field(None, ge=1, strict=True, description="only the first so many numbers, scaled to length 1 with `normalize`")
+    dimensions: int | None = Field(None, ge=1, strict=True, description="only the first so many numbers, scaled if `normalize`")
 
 
 class EmbedAllRequest(Reading):
