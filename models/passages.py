@@ -81,8 +81,10 @@ class Reader:
                 raise
         return passages
 
-    def read_ids(self, ids: Sequence[int], *, truncate: bool = False) -> Passage:
-        """A passage of token ids, given to the model as they are (their end cut off when `truncate`); they have no place in a text.
+    def read_ids(self, ids: Sequence[int], *, truncate: bool = False, direction: Direction = "right") -> Passage:
+        """A passage of token ids, given to the model as they are; they have no place in a text.
+
+        What is too long is cut at the `direction` end when `truncate`.
 
         Raises TextError for ids that the vocabulary does not have, TextTooLong.
         """
@@ -96,7 +98,7 @@ class Reader:
         if self.max_length is not None and truncated:
             if not truncate:
                 raise TextTooLong(len(ids), self.max_length)
-            ids = ids[: self.max_length]
+            ids = ids[: self.max_length] if direction == "right" else ids[-self.max_length :]
         count = len(ids)
         return Passage(("",), list(ids), [0] * count, [(0, 0)] * count, [None] * count, [False] * count, truncated)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server import ROOT
+from models.checkpoint import DEFAULT_MODEL, locate
+from tests.server import ROOT, serving
 
 pytestmark = pytest.mark.slow
 PLACE = ROOT / ".bench" / "clients"
@@ -53,22 +54,48 @@ def test_node(server, tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
+def run(python: str, code: str) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_langchain_by_default_sends_token_ids(server, python):
-    """With ids of the model's own tokenizer the vectors are right; LangChain's default takes OpenAI's, and ids beyond are refused."""
+    """Only its tokenizer's table, which would have to be downloaded, is replaced: ids of the model's own give the vectors of the
+    texts, an id that the vocabulary does not have (OpenAI's table has 100,000) is refused by name."""
     code = f"""
-import tiktoken, requests, numpy
+import numpy, openai, requests, tiktoken
 from langchain_openai import OpenAIEmbeddings
 class Encoding:
-    name = "model"
-    def encode(self, text, **_): return [t["id"] for t in requests.post("{server.url}/tokenize", json={{"inputs": text}}).json()[0]]
+    name, more = "model", []
+    def encode(self, text, **_):
+        return [t["id"] for t in requests.post("{server.url}/tokenize", json={{"inputs": text}}).json()[0]] + self.more
     encode_ordinary = encode
     def decode(self, ids): return "x"
 tiktoken.encoding_for_model = tiktoken.get_encoding = lambda name: Encoding()
-model = "sentence-transformers/all-MiniLM-L6-v2"
-def make(**options):
-    return OpenAIEmbeddings(base_url="{server.url}/v1", api_key="none", model=model, **options).embed_query("The river bank")
-by_ids, by_text = make(), make(check_embedding_ctx_length=False)
-assert numpy.allclose(by_ids, by_text, atol=1e-6)
+def embed(**options):
+    return OpenAIEmbeddings(base_url="{server.url}/v1", api_key="none", model="{DEFAULT_MODEL}", **options).embed_query("The river bank")
+assert numpy.allclose(embed(), embed(check_embedding_ctx_length=False), atol=1e-6)
+Encoding.more = [99999]
+try:
+    embed()
+    raise SystemExit("an id beyond the vocabulary was taken")
+except openai.BadRequestError as error:
+    assert "99999" in str(error) and "30521" in str(error), error
 """
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run(python, code)
+
+
+def test_langchain_with_the_tokenizer_of_transformers(python, tmp_path):
+    folder = str(locate(DEFAULT_MODEL)[2])
+    with serving(tmp_path / "log", "--alias", f"{folder}={DEFAULT_MODEL}") as server:
+        code = f"""
+import numpy
+from langchain_openai import OpenAIEmbeddings
+def embed(text, **options):
+    return OpenAIEmbeddings(base_url="{server.url}/v1", api_key="none", model="{folder}", **options).embed_query(text)
+short = "The river bank"
+assert numpy.allclose(embed(short, tiktoken_enabled=False), embed(short, check_embedding_ctx_length=False), atol=1e-6)
+assert len(embed(short * 200, tiktoken_enabled=False, embedding_ctx_length=254)) == 384
+"""
+        run(python, code)

@@ -68,6 +68,22 @@ def test_what_is_no_object(server, path, raw):
     assert shaped(path, response.json())
 
 
+def test_references_in_our_openapi_lead_somewhere(server):
+    document = server.client.get("/openapi.json").json()
+
+    def references(value: object) -> set[str]:
+        if isinstance(value, dict):
+            return {value["$ref"]} if "$ref" in value else set().union(*map(references, value.values()))
+        return set().union(*map(references, value)) if isinstance(value, list) else set()
+
+    for reference in references(document):
+        assert reference.startswith("#/"), reference
+        place = document
+        for part in reference[2:].split("/"):
+            assert part in place, reference
+            place = place[part]
+
+
 @pytest.mark.slow
 def test_by_our_own_openapi(server):
     """schemathesis makes requests from the schema, right and wrong ones; none may be a server error."""

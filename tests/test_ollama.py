@@ -5,6 +5,7 @@ import ollama
 import pytest
 
 from models.checkpoint import DEFAULT_MODEL
+from tests.server import serving
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,22 @@ def test_dimensions_and_truncation(client):
     assert short.prompt_eval_count == 256
     with pytest.raises(ollama.ResponseError, match="402"):
         client.embed(model=DEFAULT_MODEL, input="river " * 400, truncate=False)
+
+
+def test_values_that_ollama_takes_for_its_defaults(server):
+    body = {"model": DEFAULT_MODEL, "input": "river " * 400, "truncate": None, "dimensions": 0}
+    answer = server.client.post("/api/embed", json=body).json()
+    assert len(answer["embeddings"][0]) == 384
+    assert answer["prompt_eval_count"] == 256
+
+
+@pytest.mark.parametrize("alias", ["all-minilm", "all-minilm:latest"])
+def test_a_tag_or_none_is_the_same_model(tmp_path, alias):
+    with serving(tmp_path / "log", "--alias", f"{alias}={DEFAULT_MODEL}") as server:
+        for name in ("all-minilm", "all-minilm:latest"):
+            assert ollama.Client(host=server.url).embed(model=name, input="a").model == name
+        with pytest.raises(ollama.ResponseError, match="all-minilm:33m"):
+            ollama.Client(host=server.url).embed(model="all-minilm:33m", input="a")
 
 
 def test_what_is_not_there(client, server):

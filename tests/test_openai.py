@@ -68,6 +68,13 @@ def test_strings_ids_floats_and_base64_give_the_same_bits(server):
     assert np.array_equal(np.array(ollama, dtype=np.float32), first)
 
 
+def test_texts_and_token_ids_together(server):
+    data = server.client.post("/v1/embeddings", json={"input": ["a stream", IDS, SENTENCE]}).json()["data"]
+    alone = [server.client.post("/v1/embeddings", json={"input": text}).json()["data"][0] for text in ("a stream", SENTENCE, SENTENCE)]
+    for together, single in zip(data, alone, strict=True):
+        assert together["embedding"] == pytest.approx(single["embedding"], abs=1e-6)
+
+
 def test_parity_with_sentence_transformers(server):
     reference = SentenceTransformer(str(locate(DEFAULT_MODEL)[2]), device="cpu").encode(VARIED)
     body = {"input": VARIED, "encoding_format": "float", "truncate": True}
@@ -85,7 +92,7 @@ def test_dimensions_are_cut_and_scaled(client):
 
 
 def test_fields_that_openai_does_not_have(server):
-    body = {"input": "a", "user": "me", "extra": 1, "metadata": {}}
+    body = {"input": "a", "user": 5, "extra": 1, "metadata": {}, "encoding_format": None, "dimensions": None, "truncate": None}
     assert server.client.post("/v1/embeddings", json=body).status_code == 200
     assert server.client.post("/embeddings", json=body).json() == server.client.post("/v1/embeddings", json=body).json()
 
@@ -102,6 +109,8 @@ def test_fields_that_openai_does_not_have(server):
         ({"input": [1, "a"]}, 400, "input", "item 0"),
         ({"input": [30522]}, 400, "input", "30522"),
         ({"input": [-1]}, 400, "input", "-1"),
+        ({"input": [[101, 102], [101, 30522]]}, 400, "input", "item 1: the token id 30522 is not in the vocabulary, which has ids 0 to"),
+        ({"input": ["a", [101] * 257]}, 400, "input", "item 1"),
         ({"input": "a " * 300}, 400, "input", "302"),
         ({"input": [5] * 257}, 400, "input", "257"),
         ({"input": ["a"] * 2049}, 400, "input", "2048"),
