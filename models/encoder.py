@@ -19,7 +19,7 @@ from sentence_transformers.sentence_transformer.modules import Normalize
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from models import bridge
+from models import bridge, linear
 from models.bridge import BridgeError, Forward, Layout, Recording
 from models.checkpoint import Checkpoint, CheckpointError
 from models.values import Encoding, Floats, Passage, Probe
@@ -101,7 +101,7 @@ class Encoder:
         self.path: Path = "none"
         self._compiled: Any = self._model
         self.sample = self._sample()[0]
-        self._choose_path()
+        self._choose_path(block=self.device.type == "cpu" and not compile)
         self._compiled = torch.compile(self._model, dynamic=True) if compile else self._model
         self.facts = self._facts(max_length)
 
@@ -252,8 +252,11 @@ class Encoder:
 
     # ── Finding out ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _choose_path(self) -> None:
-        """Try the ways from the fastest on; keep the first that gives the same vectors as each text alone, and right weights."""
+    def _choose_path(self, block: bool) -> None:
+        """Try the ways from the fastest on; keep the first that gives the same vectors as each text alone, and right weights.
+
+        With `block`, lay the weights out for the processor's matrix products where that still gives the same.
+        """
         texts = self._sample()
         eager = [self._alone(text) for text in texts]
         for path in self._candidates():
@@ -265,6 +268,9 @@ class Encoder:
                 if problem is None:
                     self._outputs = self._find_outputs(texts[0])
                     self._one_kernel = path == "packed" and self.device.type != "cpu" and self._one_kernel_works()
+                    if block and linear.block(self._model) and (problem := self._problem(texts, eager)):
+                        log.debug("%s, weights in blocks: %s", self.checkpoint.name, problem)
+                        linear.unblock(self._model)
                     return
                 log.debug("%s, %s, positions from %d: %s", self.checkpoint.name, path, self._position_start, problem)
         self.path, self._position_start = "none", 0

@@ -47,12 +47,16 @@ def prepare(threads: int) -> None:
       10.3, 30,000 turns 9.9, 10 million no better and 80 ms of two cores spent after each request. An idle service uses no CPU.
       Where another program keeps the same cores busy, waiting actively costs: PASSIVE 15 ms, 1,000 turns 19, 10,000 turns 43,
       30,000 turns 86; there, set OMP_WAIT_POLICY=PASSIVE.
+    - oneDNN makes a program for each number of tokens that it meets, half a megabyte and a millisecond each; torch would keep 1,024.
     - The tokenizers' own threads stay off: several requests are tokenized side by side already.
-    - Few arenas and a fixed threshold above which memory is mapped: what a large answer took goes back to the system.
+    - Few arenas, and a heap that gives back what is free above 256 MB: the vectors of a large batch, 12 MB each, are not mapped anew at
+      every layer (that cost a tenth of the forward in page faults), and what a large answer took goes back to the system.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
@@ -61,5 +65,5 @@ def prepare(threads: int) -> None:
         return
     m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
     mallopt(m_arena_max, 2)
-    mallopt(m_mmap_threshold, 4 * 2**20)
-    mallopt(m_trim_threshold, 32 * 2**20)
+    mallopt(m_mmap_threshold, 32 * 2**20)
+    mallopt(m_trim_threshold, 256 * 2**20)
