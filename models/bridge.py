@@ -56,10 +56,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the texts of a batch lie in its tensors: end to end in one row, or one a row with padding on the right."""
+    """How the texts of a batch lie in its tensors: end to end in one row, or one a row with padding on the right.
+
+    A packed row may have some `spare` tokens at its end, which belong to no text.
+    """
 
     lengths: tuple[int, ...]
     packed: bool
+    spare: int = 0
     runs: tuple[Run, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +90,8 @@ class Layout:
         """The runs' [count, length, …], in order, back into the batch's tensor; zeros where there is padding."""
         if self.packed:
             rows = [part.flatten(0, 1).unsqueeze(0) for part in parts]  # [1, count·length, …]
+            if self.spare:
+                rows.append(rows[0].new_zeros(1, self.spare, *rows[0].shape[2:]))
             return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
         longest = max(self.lengths)
         return torch.cat([F.pad(part, [0, 0] * (part.dim() - 2) + [0, longest - part.shape[1]]) for part in parts])

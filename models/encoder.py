@@ -96,7 +96,7 @@ class Encoder:
         self._accepts = set(signature(self._model.forward).parameters)
         self._position_start = 0
         self._outputs: tuple[Tensor, ...] = ()
-        self._one_kernel = False
+        self._one_kernel = self._blocked = False
         self._num_layers = self._num_heads = 0
         self.path: Path = "none"
         self._compiled: Any = self._model
@@ -136,9 +136,14 @@ class Encoder:
             for i, (passage, probe) in enumerate(zip(batch, probes, strict=True))
             if probe.layers
         }
-        layout = Layout(tuple(map(len, batch)), packed=self.path == "packed")
+        layout = self._layout(tuple(map(len, batch)))
         hidden, states = self._forward(batch, layout, recordings, any(probe.hidden_layers for probe in probes))
         return self._keep(batch, probes, layout, hidden, states, recordings)
+
+    def _layout(self, lengths: tuple[int, ...]) -> Layout:
+        """A few short texts are rounded up to one of 16 sizes: for each size, oneDNN makes a program that costs as much as 15 tokens."""
+        packed, tokens = self.path == "packed", sum(lengths)
+        return Layout(lengths, packed, spare=-tokens % 4 if packed and self._blocked and tokens < 64 else 0)
 
     def _forward(
         self, batch: Sequence[Passage], layout: Layout, recordings: dict[int, Recording], want_states: bool
@@ -164,9 +169,10 @@ class Encoder:
     def _inputs(self, batch: Sequence[Passage], layout: Layout) -> dict[str, Any]:
         ids, types = [p.ids for p in batch], [p.type_ids for p in batch]
         if layout.packed:
-            rows = [[i for row in ids for i in row]]
-            type_rows = [[i for row in types for i in row]]
-            positions = [[i + self._position_start for row in ids for i in range(len(row))]]
+            spare = [0] * layout.spare
+            rows = [[i for row in ids for i in row] + [self.checkpoint.pad_id] * layout.spare]
+            type_rows = [[i for row in types for i in row] + spare]
+            positions = [[i + self._position_start for row in [*ids, spare] for i in range(len(row))]]
             inputs = {"position_ids": positions, "attention_mask": [[1] * len(rows[0])]}
         else:
             longest = max(layout.lengths)
@@ -268,15 +274,22 @@ class Encoder:
                 if problem is None:
                     self._outputs = self._find_outputs(texts[0])
                     self._one_kernel = path == "packed" and self.device.type != "cpu" and self._one_kernel_works()
-                    if block and linear.block(self._model) and (problem := self._problem(texts, eager)):
-                        log.debug("%s, weights in blocks: %s", self.checkpoint.name, problem)
-                        linear.unblock(self._model)
+                    self._blocked = block and self._block(texts, eager)
                     return
                 log.debug("%s, %s, positions from %d: %s", self.checkpoint.name, path, self._position_start, problem)
         self.path, self._position_start = "none", 0
         self._model.set_attn_implementation("eager")
         config = self._model.config.get_text_config()
         self._num_layers, self._num_heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
+
+    def _block(self, texts: Sequence[Passage], eager: Sequence[Tensor]) -> bool:
+        """Lay the weights out for the processor, unless the model then gives something else."""
+        self._blocked = bool(linear.block(self._model))
+        problem = self._problem(texts, eager) if self._blocked else None
+        if problem is not None:
+            log.debug("%s, weights in blocks: %s", self.checkpoint.name, problem)
+            linear.unblock(self._model)
+        return self._blocked and problem is None
 
     def _one_kernel_works(self) -> bool:
         config = self._model.config.get_text_config()
