@@ -54,47 +54,106 @@ def requests_of(load: Load) -> list[bytes]:
     return out
 
 
-async def read_answer(reader: asyncio.StreamReader) -> int:
-    """Read one answer to its end and say how many bytes its body had.
+class Answers(asyncio.BufferedProtocol):
+    """Reads one answer after another of a connection, with a content-length or in chunks, and throws the bytes of their bodies away."""
 
-    Raises BadAnswer when the status is not 200, with the beginning of what the server said.
-    """
-    head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    size = 0
-    if b"transfer-encoding: chunked" in head:
-        while length := int((await reader.readline()).split(b";")[0], 16):
-            await _skip(reader, length)
-            await reader.readexactly(2)
-            size += length
-        await reader.readexactly(2)
-    else:
-        size = int(head.split(b"content-length:")[1].split(b"\r\n")[0])
-        if not head.startswith(b"http/1.1 200"):
-            said = await reader.readexactly(min(size, 500))
-            raise BadAnswer(head.split(b"\r\n")[0].decode() + " " + said.decode(errors="replace"))
-        await _skip(reader, size)
-    if not head.startswith(b"http/1.1 200"):
-        raise BadAnswer(head.split(b"\r\n")[0].decode())
-    return size
+    def __init__(self) -> None:
+        self._buffer = bytearray(1 << 20)
+        self._gone: Exception | None = None
+        self._begin()
 
+    def _begin(self) -> None:
+        self._line, self._head = bytearray(), b""
+        self._said = bytearray()
+        self._size = self._left = 0
+        self._chunked = False
+        self._answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-async def _skip(reader: asyncio.StreamReader, size: int) -> None:
-    while size:
-        got = len(await reader.read(min(size, 1 << 20)))
-        if not got:
-            raise ConnectionResetError("the server closed the connection in the middle of an answer")
-        size -= got
+    async def next(self) -> int:
+        """The bytes of the next answer's body. Raises BadAnswer when its status is not 200, ConnectionResetError when there is no more."""
+        if self._gone is not None:
+            raise self._gone
+        try:
+            return await self._answer
+        finally:
+            self._begin()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """Where the next bytes go: asyncio's side of this protocol."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes have come."""
+        data = memoryview(self._buffer)[:nbytes]
+        while len(data):
+            data = self._body(data) if self._left else self._text(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """There will be no more."""
+        self._gone = exc or ConnectionResetError("the server closed the connection in the middle of an answer")
+        if not self._answer.done():
+            self._answer.set_exception(self._gone)
+            self._answer.exception()
+
+    def _body(self, data: memoryview) -> memoryview:
+        taken = min(self._left, len(data))
+        if len(self._said) < 500:
+            self._said += data[: min(taken, 500)]
+        self._left -= taken
+        if not self._left and not self._chunked:
+            self._done()
+        return data[taken:]
+
+    def _text(self, data: memoryview) -> memoryview:
+        """The head, or the line before a chunk."""
+        end = b"\r\n" if self._head else b"\r\n\r\n"
+        before = len(self._line)
+        self._line += data[:4096]
+        if (place := self._line.find(end, max(0, before - 3))) < 0:
+            return data[4096:]
+        line, self._line = bytes(self._line[:place]), bytearray()
+        self._chunk(line) if self._head else self._headers(line)
+        return data[place + len(end) - before :]
+
+    def _headers(self, head: bytes) -> None:
+        self._head = head.lower()
+        self._chunked = b"transfer-encoding: chunked" in self._head
+        if not self._chunked:
+            self._size = self._left = int(self._head.split(b"content-length:")[1].split(b"\r\n")[0])
+            if not self._left:
+                self._done()
+
+    def _chunk(self, line: bytes) -> None:
+        if not line:  # the end of a chunk, or of all
+            if self._size < 0:
+                self._size = ~self._size
+                self._done()
+            return
+        length = int(line.split(b";")[0], 16)
+        self._left = length
+        self._size = self._size + length if length else ~self._size
+
+    def _done(self) -> None:
+        if self._answer.done():
+            return
+        if self._head.startswith(b"http/1.1 200"):
+            self._answer.set_result(self._size)
+        else:
+            status = self._head.partition(b"\r\n")[0].decode()
+            self._answer.set_exception(BadAnswer(f"{status} {self._said.decode(errors='replace')}"))
 
 
 async def _client(load: Load, todo: Iterator[bytes], latencies: list[float]) -> int:
-    reader, writer = await asyncio.open_connection(load.host, load.port, limit=1 << 20)
+    transport, answers = await asyncio.get_running_loop().create_connection(Answers, load.host, load.port)
     received = 0
-    for request in todo:
-        start = time.perf_counter()
-        writer.write(request)
-        received += await asyncio.wait_for(read_answer(reader), load.timeout)
-        latencies.append(time.perf_counter() - start)
-    writer.close()
+    try:
+        for request in todo:
+            start = time.perf_counter()
+            transport.write(request)
+            received += await asyncio.wait_for(answers.next(), load.timeout)
+            latencies.append(time.perf_counter() - start)
+    finally:
+        transport.close()
     return received
 
 

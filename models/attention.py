@@ -34,12 +34,12 @@ def attention_scores(query: Tensor, key: Tensor, scale: float, softcap: float | 
     query [B, H, N, D], key [B, H, M, D] → [B, H, N, M]. With `softcap` c the scores are squeezed into (−c, c) by
     c·tanh(scores/c) (Gemma 2).
     """
-    scores = (query @ key.transpose(-2, -1)).float() * scale  # [B, H, N, M]
+    scores = (query @ key.transpose(-2, -1)).float().mul_(scale)  # [B, H, N, M]
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
-def attention_weights(scores: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
-    """Softmax over the keys that each query may attend to, as float32.
+def attention_weights(scores: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Softmax over the keys that each query may attend to, as float32; written to `out` where that takes no copy.
 
     scores [B, H, N, M]; mask: None, boolean (True: may attend) or a number to add, anything that broadcasts to the scores.
     A query that may attend to nothing gets a row of zeros. `sinks` [H] are scores of one key more for each head, that takes
@@ -50,7 +50,7 @@ def attention_weights(scores: Tensor, mask: Tensor | None = None, sinks: Tensor 
     if sinks is not None:
         column = sinks.float().reshape(-1, 1, 1).expand(*scores.shape[:-1], 1)  # [B, H, N, 1]
         return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    weights = torch.softmax(scores, dim=-1)
+    weights = torch.softmax(scores, dim=-1, out=out if mask is None else None)
     return weights if mask is None else weights.nan_to_num(nan=0.0)
 
 

@@ -118,14 +118,15 @@ class Recording:
     def __init__(self, probe: Probe, num_heads: int, length: int) -> None:
         self.probe = probe
         self._slot = {layer: i for i, layer in enumerate(probe.layers)}
-        self._heads = list(range(num_heads)) if probe.heads is None else list(probe.heads)
+        self._heads = slice(None) if probe.heads is None else list(probe.heads)
         self._queries = slice(None) if probe.queries is None else list(probe.queries)
         rows = length if probe.queries is None else len(probe.queries)
-        kept_heads = len(self._heads) if probe.combine is None else 1
+        heads = num_heads if probe.heads is None else len(probe.heads)
+        kept_heads = heads if probe.combine is None else 1
         self._keys = None if probe.keys is None else list(probe.keys)
         columns = length if self._keys is None else len(self._keys)
         self.weights = torch.empty(len(probe.layers), kept_heads, rows, columns)
-        self.value_norms = torch.empty(len(probe.layers), len(self._heads), length) if probe.norms else None
+        self.value_norms = torch.empty(len(probe.layers), heads, length) if probe.norms else None
 
     def wants(self, layer: int) -> bool:
         """Whether the probe asks for anything of this layer."""
@@ -139,7 +140,9 @@ class Recording:
             weights = weights.mean(0, keepdim=True)
         elif self.probe.combine == "max":
             weights = weights.amax(0, keepdim=True)
-        self.weights[self._slot[layer]].copy_(weights)
+        kept = self.weights[self._slot[layer]]
+        if weights.data_ptr() != kept.data_ptr():
+            kept.copy_(weights)
 
     def keep_rows_of(self, layer: int, weights: Tensor) -> None:
         """Keep the chosen part of all weights [H, length, length] of a layer."""
@@ -165,7 +168,9 @@ class Recording:
         scores = attention_scores(query[self._heads][:, self._queries], key[self._heads], scale, softcap)  # [H', Q', length]
         if mask is not None:
             mask = mask.expand(query.shape[0], query.shape[1], key.shape[1])[self._heads][:, self._queries]
-        self.keep(layer, attention_weights(scores, mask, None if sinks is None else sinks[self._heads]))
+        kept = self.weights[self._slot[layer]]  # [H', Q', length], where nothing is left to be done with the weights
+        out = kept if kept.shape == scores.shape and kept.device == scores.device and self._keys is None else None
+        self.keep(layer, attention_weights(scores, mask, None if sinks is None else sinks[self._heads], out))
         if self.value_norms is not None:
             if output is None:
                 raise BridgeError("the output projection of the attention was not found")

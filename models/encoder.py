@@ -449,7 +449,10 @@ def _leave(x: Tensor) -> Floats:
 
 def _finite(encoding: Encoding) -> bool:
     """Whether everything that is handed out is a number."""
-    return all(array is None or bool(np.isfinite(array).all()) for array in vars(encoding).values())
+    arrays = [array for array in vars(encoding).values() if array is not None]
+    with np.errstate(all="ignore"):
+        # a sum of numbers of which one is not finite is not finite; it takes a third of the time that looking at each takes
+        return all(np.isfinite(array.sum()) or np.isfinite(array).all() for array in arrays)
 
 
 def _pooling(pipeline: nn.ModuleList) -> str:

@@ -1,14 +1,14 @@
 """What every dialect does between its request and its answer: read the body and the texts, wait for the model, send."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -178,11 +178,26 @@ async def _forget_when_gone(request: Request, served: Served, job: Job) -> None:
 
 
 def streamed(state: State, served: Served, chunks: Iterable[bytes], media: str, headers: dict[str, str]) -> Response:
-    """An answer that is encoded in a thread while it is sent: the next chunk when the last one is on its way."""
-    return StreamingResponse(iterate_in_threadpool(_timed(state, served, chunks)), media_type=media, headers=headers)
+    """An answer that is encoded in a thread while it is sent, one chunk ahead."""
+    return StreamingResponse(ahead(_timed(state, served, chunks)), media_type=media, headers=headers)
 
 
-def _timed(state: State, served: Served, chunks: Iterable[bytes]) -> Iterator[bytes]:
+async def ahead(chunks: Generator[bytes]) -> AsyncIterator[bytes]:
+    """The chunks of a generator that runs in threads, the next one made while the last one is on its way.
+
+    Whoever stops reading closes the generator, after the chunk that it is at.
+    """
+    step = partial(asyncio.get_running_loop().run_in_executor, None, next, chunks, None)
+    upcoming = step()
+    try:
+        while (chunk := await asyncio.shield(upcoming)) is not None:
+            upcoming = step()
+            yield chunk
+    finally:
+        upcoming.add_done_callback(lambda _: chunks.close())
+
+
+def _timed(state: State, served: Served, chunks: Iterable[bytes]) -> Generator[bytes]:
     spent, iterator = 0.0, iter(chunks)
     try:
         while True:

@@ -11,7 +11,7 @@ import pytest
 
 from bench import servers
 from bench.attention import flat, same_weights, second_word
-from bench.client import BadAnswer, Load, Outcome, run
+from bench.client import Answers, BadAnswer, Load, Outcome, run
 from bench.embeddings import ATTEND, BARE, INFINITY, LOADS, LONE, MIX, ONNX, report, rounds, same_vectors
 from bench.neighbours import TICK, Neighbours, own_ticks
 from bench.servers import Running, Spec, Unavailable
@@ -162,3 +162,34 @@ def test_words_and_numbers_are_found():
     place = second_word(text)
     assert text[place["start"] : place["end"]] == text.split()[1]
     assert flat([[1.0, 2.0], [[3.0]]]) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 1000])
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_answers_are_read_however_they_are_cut(step, size):
+    body = b"x" * size
+    pieces = [body[: size // 3], body[size // 3 :]]
+    chunked = b"".join(f"{len(piece):x};note\r\n".encode() + piece + b"\r\n" for piece in pieces if piece) + b"0\r\n\r\n"
+    heads = (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    async def read() -> list[int]:
+        answers, sizes = Answers(), []
+        for wire in (heads[0] + body, heads[1] + chunked, heads[0] + body):
+            for start in range(0, len(wire), step):
+                piece = wire[start : start + step]
+                answers.get_buffer(-1)[: len(piece)] = piece
+                answers.buffer_updated(len(piece))
+            sizes.append(await answers.next())
+        return sizes
+
+    assert asyncio.run(read()) == [size] * 3
+
+
+def test_an_answer_that_ends_too_early_is_an_error():
+    async def read() -> None:
+        answers = Answers()
+        answers.connection_lost(None)
+        await answers.next()
+
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(read())
