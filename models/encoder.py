@@ -285,6 +285,7 @@ class Encoder:
     def _block(self, texts: Sequence[Passage], eager: Sequence[Tensor]) -> bool:
         """Lay the weights out for the processor, unless the model then gives something else."""
         self._blocked = bool(linear.block(self._model))
+        linear.take_in_activations(self._model, lambda: self.encode([texts[0]], [Probe(pooled=False, embeddings=True)]))
         problem = self._problem(texts, eager) if self._blocked else None
         if problem is not None:
             log.debug("%s, weights in blocks: %s", self.checkpoint.name, problem)

@@ -7,24 +7,30 @@ torch's public interface, so they are tried before they are relied upon, and a m
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import GELUActivation
 
 log = logging.getLogger(__name__)
 
 
 class BlockedLinear(nn.Module):
-    """x Wᵀ + b as the nn.Linear that it is made from, [..., in_features] → [..., out_features]; for inference on a processor."""
+    """x Wᵀ + b as the nn.Linear that it is made from, [..., in_features] → [..., out_features]; for inference on a processor.
+
+    With `activation` "gelu" the result goes through GELU (Hendrycks and Gimpel 2016) while it is still in the cache.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self.activation = "none"
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)  # [out_features, in_features], opaque
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] → [..., out_features]."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, self.activation, [], "none")
 
     def plain(self) -> nn.Linear:
         """The nn.Linear that it was made from, with the same weights."""
@@ -54,15 +60,63 @@ def block(model: nn.Module) -> int:
     return sum(isinstance(module, BlockedLinear) for module in made.values())
 
 
+def take_in_activations(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Let each BlockedLinear whose output goes to a GELU do that too, and say how many there were.
+
+    Which do, is seen in one `forward` of the model, and not known from names. A GELU that takes anything else stays.
+    """
+    made_by: dict[int, tuple[BlockedLinear, Tensor]] = {}
+    source: dict[nn.Module, BlockedLinear | None] = {}
+
+    def note_output(module: nn.Module, _: object, output: Tensor) -> None:
+        assert isinstance(module, BlockedLinear)
+        made_by[id(output)] = module, output  # kept, so that no other tensor takes its place
+
+    def note_input(module: nn.Module, inputs: tuple[object, ...]) -> None:
+        linear = made_by[id(inputs[0])][0] if id(inputs[0]) in made_by else None
+        source[module] = linear if module not in source else None
+
+    hooks = [m.register_forward_hook(note_output) for m in model.modules() if isinstance(m, BlockedLinear)]
+    gelus = [m for m in model.modules() if isinstance(m, GELUActivation) or (isinstance(m, nn.GELU) and m.approximate == "none")]
+    hooks += [gelu.register_forward_pre_hook(note_input) for gelu in gelus]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    linears = [linear for linear in source.values() if linear is not None]
+    taken = {gelu: linear for gelu, linear in source.items() if linear is not None and linears.count(linear) == 1}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in taken:
+                taken[child].activation = "gelu"
+                setattr(parent, name, TakenIn(child))
+    return len(taken)
+
+
+class TakenIn(nn.Module):
+    """Where an activation was that the layer before it does now; the activation is kept for the way back."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.kept = (activation,)  # no module of its own: it is not to be found in the model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x itself."""
+        return x
+
+
 @torch.no_grad()
 def unblock(model: nn.Module) -> None:
-    """The opposite of `block`."""
+    """The opposite of `block` and of `take_in_activations`."""
     made: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():  # named_children leaves out what has two names
             if isinstance(child, BlockedLinear):
                 made[child] = made.get(child) or child.plain()
                 setattr(parent, name, made[child])
+            elif isinstance(child, TakenIn):
+                setattr(parent, name, child.kept[0])
 
 
 def _blocked(linear: nn.Linear) -> nn.Module:

@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers.activations import GELUActivation
 
 from models import linear
 from models.checkpoint import DEFAULT_MODEL, load
 from models.encoder import Encoder
-from models.linear import BlockedLinear, block, unblock
+from models.linear import BlockedLinear, block, take_in_activations, unblock
 
 
 class Two(nn.Module):
@@ -69,12 +70,41 @@ def test_without_the_operators_the_model_stays_as_it_is(monkeypatch, fault):
     assert type(model[0]) is nn.Linear
 
 
+class Gelus(nn.Module):
+    """Three GELUs: one after a layer, one after two layers by turns, one after something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.more = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 32)
+        self.after, self.twice, self.other, self.tanh = nn.GELU(), GELUActivation(), nn.GELU(), nn.GELU(approximate="tanh")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.after(self.up(x))
+        x = self.twice(self.down(x)) + self.twice(x[..., :16])
+        return self.tanh(self.more(self.other(x * 2)))
+
+
+def test_an_activation_after_a_layer_is_taken_in():
+    model, x = Gelus().eval(), torch.randn(1, 5, 16)
+    with torch.no_grad():
+        expected = model(x)
+        assert block(model) == 3
+        assert take_in_activations(model, lambda: model(x)) == 1
+        assert [model.up.activation, model.down.activation, model.more.activation] == ["gelu", "none", "none"]
+        assert torch.allclose(model(x), expected, atol=1e-5)
+        unblock(model)
+        assert torch.equal(model(x), expected)
+        assert isinstance(model.after, nn.GELU)
+
+
 def blocked_layers(encoder: Encoder) -> int:
     return sum(isinstance(module, BlockedLinear) for module in encoder._model.modules())
 
 
 def test_the_default_model_is_blocked_unless_it_is_compiled():
-    assert blocked_layers(Encoder(load(DEFAULT_MODEL), "cpu")) >= 36
+    blocked = Encoder(load(DEFAULT_MODEL), "cpu")
+    assert blocked_layers(blocked) >= 36
+    assert sum(isinstance(m, BlockedLinear) and m.activation == "gelu" for m in blocked._model.modules()) == 6
     assert blocked_layers(Encoder(load(DEFAULT_MODEL), "cpu", compile=True)) == 0
 
 
@@ -84,3 +114,4 @@ def test_a_model_that_blocks_do_not_suit_runs_as_it_is(monkeypatch):
     encoder = Encoder(load(DEFAULT_MODEL), "cpu")
     assert blocked_layers(encoder) == 0
     assert sum(type(module) is nn.Linear for module in encoder._model.modules()) >= 36
+    assert sum(isinstance(module, GELUActivation) for module in encoder._model.modules()) == 6
