@@ -47,10 +47,10 @@ def prepare(threads: int) -> None:
       10.3, 30,000 turns 9.9, 10 million no better and 80 ms of two cores spent after each request. An idle service uses no CPU.
       Where another program keeps the same cores busy, waiting actively costs: PASSIVE 15 ms, 1,000 turns 19, 10,000 turns 43,
       30,000 turns 86; there, set OMP_WAIT_POLICY=PASSIVE.
-    - oneDNN makes a program for each number of tokens that it meets, half a megabyte and a millisecond each. 1,024 of them would be kept,
-      and the vectors of large batches would have to find their place between them: 1.0 GB after 6,000 requests instead of 0.84.
+    - oneDNN makes a program for each number of tokens that it meets, half a megabyte and a millisecond each. Between the 1,024
+      that it would keep, large batches do not find their place: with 128 1.05 GB after 6,000 requests and growing, with 32 0.84.
     - The tokenizers' own threads stay off: several requests are tokenized side by side already.
-    - Few arenas, and a heap that gives back what is free above 256 MB: the vectors of a large batch, 12 MB each, are not mapped anew at
+    - Few arenas, and a heap that gives back what is free above 128 MB: the vectors of a large batch, 12 MB each, are not mapped anew at
       every layer (that cost a tenth of the forward in page faults), and what a large answer took goes back to the system.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -66,5 +66,5 @@ def prepare(threads: int) -> None:
         return
     m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
     mallopt(m_arena_max, 2)
-    mallopt(m_mmap_threshold, 32 * 2**20)
-    mallopt(m_trim_threshold, 256 * 2**20)
+    mallopt(m_mmap_threshold, 16 * 2**20)
+    mallopt(m_trim_threshold, 128 * 2**20)

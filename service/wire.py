@@ -18,7 +18,7 @@ import orjson
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-CHUNK = 2**20
+CHUNK = 2**18
 """Bytes that pieces are joined up to: each chunk costs a change of threads, so there should be few, but not so few as to need memory."""
 BLOCK = 32768
 """Numbers that are written at a time: enough for the calls on them not to count, few enough for the processor's cache."""

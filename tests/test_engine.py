@@ -294,7 +294,8 @@ def test_memory_goes_back_after_large_answers(two: Server) -> None:
                 size += len(chunk)
         assert size > 20e6
 
-    large()
+    for _ in range(3):  # the first ones fill what the allocator and oneDNN keep
+        large()
     time.sleep(0.5)
     before = resident(two)
     for _ in range(6):
