@@ -114,6 +114,11 @@ class Models:
         device = encoder_module.choose_device(settings.device)
         dtype = "float32" if settings.dtype == "auto" and device.type == "cpu" else settings.dtype
         encoder = encoder_module.Encoder(checkpoint.load(spec, dtype), settings.device, settings.max_length, settings.compile)
+        if settings.default_prompt and settings.default_prompt not in encoder.facts.prompts:
+            known = ", ".join(encoder.facts.prompts) or "none"
+            raise checkpoint.CheckpointError(
+                f"{name}: there is no prompt {settings.default_prompt!r} for --default-prompt; it has: {known}"
+            )
         reader = passages.Reader(encoder.checkpoint.tokenizer, encoder.facts.max_length)
         encoder.encode([encoder.sample], [Probe()])
         return encoder, reader

@@ -38,6 +38,7 @@ def test_help_lists_every_setting():
         (["--model", "someone/else"], {}, "someone/else"),
         (["--model", "a/b", "--model", "a/b"], {}, "a/b is given twice"),
         (["--device", "abacus"], {}, "device abacus"),
+        (["--default-prompt", "query"], {}, "there is no prompt 'query' for --default-prompt"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_status_2(arguments, environment, said):
