@@ -274,7 +274,8 @@ class Encoder:
                 if problem is None:
                     self._outputs = self._find_outputs(texts[0])
                     self._one_kernel = path == "packed" and self.device.type != "cpu" and self._one_kernel_works()
-                    self._blocked = block and self._block(texts, eager)
+                    if block:
+                        self._block(texts, eager)
                     return
                 log.debug("%s, %s, positions from %d: %s", self.checkpoint.name, path, self._position_start, problem)
         self.path, self._position_start = "none", 0
@@ -282,15 +283,19 @@ class Encoder:
         config = self._model.config.get_text_config()
         self._num_layers, self._num_heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
 
-    def _block(self, texts: Sequence[Passage], eager: Sequence[Tensor]) -> bool:
-        """Lay the weights out for the processor, unless the model then gives something else."""
+    def _block(self, texts: Sequence[Passage], eager: Sequence[Tensor]) -> None:
+        """Lay the weights out for the processor, unless the model then gives something else, or nothing."""
+        found = self._num_layers, self._num_heads
         self._blocked = bool(linear.block(self._model))
-        linear.take_in_activations(self._model, lambda: self.encode([texts[0]], [Probe(pooled=False, embeddings=True)]))
-        problem = self._problem(texts, eager) if self._blocked else None
+        if not self._blocked:
+            return
+        problem = self._problem(texts, eager)
+        if problem is None and linear.take_in_activations(self._model, lambda: self.encode(texts[:1], [Probe(pooled=False)])):
+            problem = self._problem(texts, eager)
         if problem is not None:
             log.debug("%s, weights in blocks: %s", self.checkpoint.name, problem)
             linear.unblock(self._model)
-        return self._blocked and problem is None
+            self._blocked, (self._num_layers, self._num_heads) = False, found
 
     def _one_kernel_works(self) -> bool:
         config = self._model.config.get_text_config()

@@ -51,13 +51,13 @@ def block(model: nn.Module) -> int:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    made: dict[nn.Module, nn.Module] = {}
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():  # named_children leaves out what has two names
-            if type(child) is nn.Linear and owners[id(child.weight)] == 1 and child.weight.device.type == "cpu":
-                made[child] = made.get(child) or _blocked(child)
-                setattr(parent, name, made[child])
-    return sum(isinstance(module, BlockedLinear) for module in made.values())
+
+    def blocked(module: nn.Module) -> nn.Module:
+        suits = type(module) is nn.Linear and owners[id(module.weight)] == 1 and module.weight.device.type == "cpu"
+        return _blocked(module) if suits and isinstance(module, nn.Linear) else module
+
+    _replace(model, blocked)
+    return sum(isinstance(module, BlockedLinear) for module in model.modules())
 
 
 def take_in_activations(model: nn.Module, forward: Callable[[], object]) -> int:
@@ -86,11 +86,9 @@ def take_in_activations(model: nn.Module, forward: Callable[[], object]) -> int:
             hook.remove()
     linears = [linear for linear in source.values() if linear is not None]
     taken = {gelu: linear for gelu, linear in source.items() if linear is not None and linears.count(linear) == 1}
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in taken:
-                taken[child].activation = "gelu"
-                setattr(parent, name, TakenIn(child))
+    for linear in taken.values():
+        linear.activation = "gelu"
+    _replace(model, lambda module: TakenIn(module) if module in taken else module)
     return len(taken)
 
 
@@ -109,14 +107,25 @@ class TakenIn(nn.Module):
 @torch.no_grad()
 def unblock(model: nn.Module) -> None:
     """The opposite of `block` and of `take_in_activations`."""
+
+    def before(module: nn.Module) -> nn.Module:
+        if isinstance(module, BlockedLinear):
+            return module.plain()
+        return module.kept[0] if isinstance(module, TakenIn) else module
+
+    _replace(model, before)
+
+
+def _replace(model: nn.Module, by: Callable[[nn.Module], nn.Module]) -> None:
+    """Put `by(module)` in the place of each module below the model; one that stands in several places stays one."""
     made: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():  # named_children leaves out what has two names
-            if isinstance(child, BlockedLinear):
-                made[child] = made.get(child) or child.plain()
-                setattr(parent, name, made[child])
-            elif isinstance(child, TakenIn):
-                setattr(parent, name, child.kept[0])
+            if child is not None:
+                if child not in made:
+                    made[child] = by(child)
+                if made[child] is not child:
+                    setattr(parent, name, made[child])
 
 
 def _blocked(linear: nn.Linear) -> nn.Module:

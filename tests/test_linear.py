@@ -115,3 +115,17 @@ def test_a_model_that_blocks_do_not_suit_runs_as_it_is(monkeypatch):
     assert blocked_layers(encoder) == 0
     assert sum(type(module) is nn.Linear for module in encoder._model.modules()) >= 36
     assert sum(isinstance(module, GELUActivation) for module in encoder._model.modules()) == 6
+
+
+def test_a_model_that_does_not_run_with_blocks_runs_as_it_is(monkeypatch):
+    right = BlockedLinear.forward
+
+    def sometimes(self, x):
+        if x.shape[1] != 3:
+            raise TypeError("cannot be")
+        return right(self, x)
+
+    monkeypatch.setattr(BlockedLinear, "forward", sometimes)
+    encoder = Encoder(load(DEFAULT_MODEL), "cpu")
+    assert blocked_layers(encoder) == 0
+    assert (encoder.facts.path, encoder.facts.num_layers, encoder.facts.num_heads) == ("packed", 6, 12)
