@@ -74,7 +74,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, 
     key, value = repeat_heads(key, num_heads), repeat_heads(value, num_heads)  # [B, H, M, D]
     small = query.shape[:-1].numel() * key.shape[-2] <= SMALL_SCORES
     if mask is None and not causal and small and query.device.type == "cpu" and query.dtype == torch.float32:
-        return torch.softmax((query * scale) @ key.transpose(-2, -1), dim=-1) @ value
+        return mix(attention_weights(attention_scores(query, key, scale)), value)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
 
 
