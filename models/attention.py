@@ -8,6 +8,7 @@ Shapes: B texts, H heads, N query positions, M key positions, D `head_dim`. True
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -76,6 +77,23 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, 
     if mask is None and not causal and small and query.device.type == "cpu" and query.dtype == torch.float32:
         return mix(attention_weights(attention_scores(query, key, scale)), value)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
+
+
+def joined_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The same for several texts that lie end to end in one row, at once: scores that cross from text to text are masked.
+
+    query, key and value [H, T, D], mask [T, T]: 0, or −∞ where a query may not attend. → [H, T, D]. A number that is not finite in
+    one text gets into all of them, since 0 · NaN is NaN.
+    """
+    scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale)  # MatMul, Scale and Mask in one step: [H, T, T]
+    return mix(attention_weights(scores), value)
+
+
+def text_mask(lengths: Sequence[int], causal: bool = False) -> Tensor:
+    """[T, T] for `joined_attention`: 0 between the tokens of a text (with `causal`, from later to earlier ones), −∞ elsewhere."""
+    text = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))  # [T]
+    may = text[:, None] == text[None, :]
+    return torch.zeros(may.shape).masked_fill_(~(may.tril_() if causal else may), -math.inf)
 
 
 def causal_mask(length: int, device: torch.device | None = None) -> Tensor:

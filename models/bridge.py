@@ -27,7 +27,17 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from models.attention import attention_scores, attention_weights, causal_mask, fused_attention, mix, repeat_heads, scale_rows
+from models.attention import (
+    attention_scores,
+    attention_weights,
+    causal_mask,
+    fused_attention,
+    joined_attention,
+    mix,
+    repeat_heads,
+    scale_rows,
+    text_mask,
+)
 from models.values import Probe
 
 NAME = "attend"
@@ -38,6 +48,10 @@ HARMLESS = frozenset(
     "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k num_items_in_batch output_router_logits seq_idx".split()
 )
 """Keyword arguments of attention functions that say nothing which the mask rule or the layout does not say already."""
+
+
+JOINED = 128
+"""Tokens of short texts whose attention is computed at once: all scores between them are fewer steps, and cheap while they are few."""
 
 
 class BridgeError(Exception):
@@ -53,6 +67,11 @@ class Run:
     length: int
     start: int
 
+    @property
+    def end(self) -> int:
+        """Where the run's tokens end in a packed row."""
+        return self.start + self.count * self.length
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -65,14 +84,36 @@ class Layout:
     packed: bool
     spare: int = 0
     runs: tuple[Run, ...] = field(init=False)
+    groups: tuple[tuple[Run, ...], ...] = field(init=False)
+    """Neighbouring runs of a packed row with JOINED tokens at most together; a longer run is a group by itself."""
 
     def __post_init__(self) -> None:
         runs, first, start = [], 0, 0
         for length, group in groupby(self.lengths):
             run = Run(first, len(list(group)), length, start)
             runs.append(run)
-            first, start = first + run.count, start + run.count * length
+            first, start = first + run.count, run.end
+        groups: list[tuple[Run, ...]] = []
+        for run in runs:
+            if groups and run.end - groups[-1][0].start <= JOINED:
+                groups[-1] += (run,)
+            else:
+                groups.append((run,))
         object.__setattr__(self, "runs", tuple(runs))
+        object.__setattr__(self, "groups", tuple(groups))
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of a packed row, spare ones too."""
+        return self.runs[-1].end + self.spare
+
+    def end(self, group: tuple[Run, ...]) -> int:
+        """Where a group's tokens end: spare tokens go with the last one."""
+        return self.tokens if group[-1] is self.runs[-1] else group[-1].end
+
+    def joins(self, group: tuple[Run, ...]) -> bool:
+        """Whether a group is small enough for its texts to be joined, which includes a single short text."""
+        return self.packed and self.end(group) - group[0].start <= JOINED
 
     def heads_of(self, x: Tensor, run: Run) -> Tensor:
         """A run's part of [1, H, T, D] (packed) or [B, H, N, D] → [count, H, length, D], a view."""
@@ -87,11 +128,12 @@ class Layout:
         return x[0, run.start : run.start + run.count * run.length].unflatten(0, (run.count, run.length))
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """The runs' [count, length, …], in order, back into the batch's tensor; zeros where there is padding."""
+        """The runs' [count, length, …], in order, back into the batch's tensor; zeros where there is padding, or spare tokens."""
         if self.packed:
             rows = [part.flatten(0, 1).unsqueeze(0) for part in parts]  # [1, count·length, …]
-            if self.spare:
-                rows.append(rows[0].new_zeros(1, self.spare, *rows[0].shape[2:]))
+            missing = self.tokens - sum(row.shape[1] for row in rows)
+            if missing:
+                rows.append(rows[0].new_zeros(1, missing, *rows[0].shape[2:]))
             return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
         longest = max(self.lengths)
         return torch.cat([F.pad(part, [0, 0] * (part.dim() - 2) + [0, longest - part.shape[1]]) for part in parts])
@@ -179,18 +221,42 @@ class Recording:
 
 
 class Forward:
-    """One forward of one batch: its layout, what to record of which text, and which layer it has come to."""
+    """One forward of one batch: its layout, what to record of which text, and which layer it has come to.
+
+    Without `joins`, no text's numbers are in any step of another's attention, not even as what is masked.
+    """
 
     def __init__(
-        self, layout: Layout, recordings: dict[int, Recording], outputs: tuple[Tensor, ...] = (), one_kernel: bool = False
+        self,
+        layout: Layout,
+        recordings: dict[int, Recording],
+        outputs: tuple[Tensor, ...] = (),
+        one_kernel: bool = False,
+        joins: bool = True,
     ) -> None:
         self.layout, self.recordings, self.outputs, self.one_kernel = layout, recordings, outputs, one_kernel
+        self.joins, self.joined = joins, False
         self.layer = 0
         self.num_heads = 0
         self.last_context: Tensor | None = None
         self._ends: Tensor | None = None
         self._rules: list[MaskRule] = []
         self._masks: dict[tuple[int, int, int], Allowed] = {}
+        self._text_masks: dict[tuple[int, bool], Tensor] = {}
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether this is nothing but one joined group of texts, of which nothing is recorded."""
+        return self.joins and not self.recordings and len(self.layout.groups) == 1 and self.layout.joins(self.layout.groups[0])
+
+    def text_mask(self, group: tuple[Run, ...], causal: bool = False) -> Tensor:
+        """Which tokens of a group are of one text, as `joined_attention` wants it; made once for all layers."""
+        place = group[0].start, causal
+        if place not in self._text_masks:
+            spare = self.layout.end(group) - group[-1].end
+            lengths = [run.length for run in group for _ in range(run.count)] + ([spare] if spare else [])
+            self._text_masks[place] = text_mask(lengths, causal)
+        return self._text_masks[place]
 
     def number(self, rule: MaskRule) -> Tensor:
         """Take a mask rule and give the tensor that stands for it on its way through the model."""
@@ -283,43 +349,104 @@ def attention_function(
 
     B and N are 1 and the sum of all lengths in a packed batch. Raises BridgeError for what it would have to leave out.
     """
-    forward = _current()
-    layout = forward.layout
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
     if unknown or key.shape[2] != query.shape[2]:
         raise BridgeError(f"the attention of {type(module).__name__} takes {', '.join(unknown) or 'keys from elsewhere'}")
-    if position_bias is not None and layout.packed:
+    if position_bias is not None and _current().layout.packed:
         raise BridgeError(f"{type(module).__name__} makes its position bias for a whole row")
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rules = {"scale": scaling, "position_bias": position_bias, "softcap": softcap, "sinks": s_aux}
+    return attend(query, key, value, attention_mask, causal=causal, **rules), None
+
+
+@torch.compiler.disable
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The next layer's attention in the forward that runs: query [B, H, N, D], key and value [B, H_kv, N, D] → context [B, N, H, D].
+
+    B and N are 1 and the sum of all lengths in a packed batch. What a Probe asks for is recorded on the way.
+    """
+    forward = _current()
+    layout = forward.layout
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     layer, forward.layer = forward.layer, forward.layer + 1
     forward.num_heads = query.shape[1]
-    allowed = [forward.allowed(run, attention_mask, causal, query.device) for run in layout.runs]
+    allowed = {run: forward.allowed(run, mask, causal, query.device) for run in layout.runs}
     if position_bias is not None:
-        allowed = [Allowed(_with_bias(a, position_bias, run, query.device), False) for a, run in zip(allowed, layout.runs, strict=True)]
-    plain = softcap is None and s_aux is None
+        allowed = {run: Allowed(_with_bias(may, position_bias, run, query.device), False) for run, may in allowed.items()}
+    if forward.recordings:
+        for run, may in allowed.items():
+            _record(forward, layer, run, query, key, value, may, scale=scale, softcap=softcap, sinks=sinks)
+    plain = softcap is None and sinks is None
     whole = _in_one_kernel(forward, query, key, value, allowed, scale) if plain and forward.one_kernel else None
-    parts = []
-    for run, may in zip(layout.runs, allowed, strict=True):
-        q, k, v = (layout.heads_of(x, run) for x in (query, key, value))  # [count, H or H_kv, length, D]
-        _record(forward, layer, run, q, k, v, may, scale=scale, softcap=softcap, sinks=s_aux)
-        if whole is not None:
-            continue
-        if plain:
-            context = fused_attention(q, k, v, scale=scale, mask=_for_fused(may.mask, q), causal=may.causal)
-        else:
-            scores = attention_scores(q, repeat_heads(k, q.shape[1]), scale, softcap)  # [count, H, length, length]
-            weights = attention_weights(scores, may.explicit(run.length, query.device), s_aux)
-            context = mix(weights, repeat_heads(v, q.shape[1]))
-        parts.append(context.transpose(1, 2).contiguous())  # [count, length, H, D]
-    forward.last_context = layout.join(parts) if whole is None else whole
-    return forward.last_context, None
+    if whole is None:
+        joins = plain and _can_join(forward, query, allowed)
+        parts = []
+        for group in layout.groups if joins else [(run,) for run in layout.runs]:
+            if joins and layout.joins(group):
+                parts.append(_joined(forward, group, query, key, value, allowed, scale))
+            else:
+                parts.append(_alone(layout, group[0], query, key, value, allowed[group[0]], scale, softcap, sinks))
+        whole = layout.join(parts)
+    forward.last_context = whole
+    return whole
 
 
-def _in_one_kernel(forward: Forward, query: Tensor, key: Tensor, value: Tensor, allowed: list[Allowed], scale: float) -> Tensor | None:
+def _alone(
+    layout: Layout,
+    run: Run,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    may: Allowed,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The attention of one run: context [count, length, H, D]."""
+    q, k, v = (layout.heads_of(x, run) for x in (query, key, value))  # [count, H or H_kv, length, D]
+    if softcap is None and sinks is None:
+        context = fused_attention(q, k, v, scale=scale, mask=_for_fused(may.mask, q), causal=may.causal)
+    else:
+        scores = attention_scores(q, repeat_heads(k, q.shape[1]), scale, softcap)  # [count, H, length, length]
+        weights = attention_weights(scores, may.explicit(run.length, query.device), sinks)
+        context = mix(weights, repeat_heads(v, q.shape[1]))
+    return context.transpose(1, 2).contiguous()
+
+
+def _can_join(forward: Forward, query: Tensor, allowed: dict[Run, Allowed]) -> bool:
+    """Whether the texts of a group can be told apart by their places alone, and it pays: measured for float32 on a processor."""
+    causal = {may.causal for run, may in allowed.items() if run.length > 1}
+    masked = any(may.mask is not None for may in allowed.values())
+    suits = query.device.type == "cpu" and query.dtype == torch.float32
+    return forward.joins and forward.layout.packed and suits and not masked and len(causal) <= 1
+
+
+def _joined(
+    forward: Forward, group: tuple[Run, ...], query: Tensor, key: Tensor, value: Tensor, allowed: dict[Run, Allowed], scale: float
+) -> Tensor:
+    """The attention of a group of runs at once: context [1, their tokens, H, D]."""
+    forward.joined = forward.joined or group[0].first < group[-1].first + group[-1].count - 1
+    q, k, v = (x[0, :, group[0].start : forward.layout.end(group)] for x in (query, key, value))  # [H or H_kv, t, D]
+    mask = forward.text_mask(group, any(allowed[run].causal for run in group))
+    context = joined_attention(q, repeat_heads(k, len(q)), repeat_heads(v, len(q)), mask, scale)  # [H, t, D]
+    return context.transpose(0, 1).contiguous().unsqueeze(0)
+
+
+def _in_one_kernel(forward: Forward, query: Tensor, key: Tensor, value: Tensor, allowed: dict[Run, Allowed], scale: float) -> Tensor | None:
     """All texts of a packed row at once, by torch's attention over variable lengths (CUDA). None when a text has a mask."""
-    causal = {may.causal for may, run in zip(allowed, forward.layout.runs, strict=True) if run.length > 1}
-    if not forward.layout.packed or len(causal) > 1 or any(may.mask is not None for may in allowed):
+    causal = {may.causal for run, may in allowed.items() if run.length > 1}
+    if not forward.layout.packed or len(causal) > 1 or any(may.mask is not None for may in allowed.values()):
         return None
     q, k, v = (repeat_heads(x[0], query.shape[1]).transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, D]
     ends, longest = forward.ends(query.device), max(forward.layout.lengths)
@@ -336,7 +463,7 @@ def one_kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     query, key, value = (torch.randn(1, 2, 10, head_dim, generator=draws).to(device, dtype) for _ in range(3))
     try:
         for causal in (False, True):
-            together = _in_one_kernel(Forward(layout, {}), query, key, value, [Allowed(None, causal)] * 2, scale=0.3)
+            together = _in_one_kernel(Forward(layout, {}), query, key, value, dict.fromkeys(layout.runs, Allowed(None, causal)), scale=0.3)
             if together is None:
                 return False
             for run in layout.runs:
@@ -375,15 +502,16 @@ def _record(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    for i in range(run.count):
-        recording = forward.recordings.get(run.first + i)
-        if recording is None or not recording.wants(layer):
-            continue
+    wanted = [i for i in range(run.count) if run.first + i in forward.recordings and forward.recordings[run.first + i].wants(layer)]
+    if not wanted:
+        return
+    query, key, value = (forward.layout.heads_of(x, run) for x in (query, key, value))  # [count, H or H_kv, length, D]
+    for i in wanted:
         mask = allowed.explicit(run.length, query.device)
         if mask is not None and mask.dim() == 4:
             mask = mask[i if mask.shape[0] > 1 else 0]  # [H or 1, length or 1, length]
         num_heads = query.shape[1]
-        recording.look(
+        forward.recordings[run.first + i].look(
             layer, query[i], repeat_heads(key[i], num_heads), repeat_heads(value[i], num_heads), scale=scale, mask=mask,
             softcap=softcap, sinks=sinks, output=forward.outputs[layer] if layer < len(forward.outputs) else None,
         )  # fmt: skip

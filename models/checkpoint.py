@@ -18,7 +18,7 @@ from safetensors import safe_open
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, normalizers
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel
 from transformers import logging as transformers_logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -53,14 +53,14 @@ BUNDLES = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint, on the CPU: the transformer, the modules that come after it, and the tokenizer.
+    """An opened checkpoint, on the CPU: the transformer (a model of transformers), the modules that come after it, and the tokenizer.
 
     `max_length` is the checkpoint's own limit in tokens (None: it names none), `max_positions` what its positions allow.
     """
 
     name: str
     revision: str | None
-    transformer: PreTrainedModel
+    transformer: Any
     pipeline: nn.ModuleList
     tokenizer: Tokenizer
     pad_id: int

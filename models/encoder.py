@@ -8,7 +8,7 @@ text alone, and weights whose rows sum to 1.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import pairwise
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from sentence_transformers.sentence_transformer.modules import Normalize
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from models import bridge, linear
+from models import bert, bridge, linear
 from models.bridge import BridgeError, Forward, Layout, Recording
 from models.checkpoint import Checkpoint, CheckpointError
 from models.values import Encoding, Floats, Passage, Probe
@@ -87,7 +87,8 @@ class Encoder:
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", max_length: int | None = None, compile: bool = False) -> None:
         self.checkpoint = checkpoint
         self.device = choose_device(device)
-        self._model = checkpoint.transformer.to(self.device)
+        self._model: Any = checkpoint.transformer.to(self.device)
+        self._architecture = type(self._model).__name__
         self._pipeline = checkpoint.pipeline.to(self.device)
         ends = list(checkpoint.pipeline)
         self._normalizes = bool(ends) and isinstance(ends[-1], Normalize)
@@ -99,10 +100,12 @@ class Encoder:
         self._one_kernel = self._blocked = False
         self._num_layers = self._num_heads = 0
         self.path: Path = "none"
-        self._compiled: Any = self._model
+        self._compiled: Any = None
+        self._graph: Any = None
         self.sample = self._sample()[0]
         self._choose_path(block=self.device.type == "cpu" and not compile)
-        self._compiled = torch.compile(self._model, dynamic=True) if compile else self._model
+        self.checkpoint = replace(checkpoint, transformer=self._model)  # without what is no longer needed of it
+        self._compiled = torch.compile(self._model, dynamic=True) if compile else None
         self.facts = self._facts(max_length)
 
     # ── Running ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,41 +132,50 @@ class Encoder:
                 answers[place] = encoding
         return answers
 
-    def _encode(self, batch: Sequence[Passage], probes: Sequence[Probe]) -> list[Encoding | NonfiniteOutput]:
-        """One forward; the batch is in order of length."""
+    def _encode(self, batch: Sequence[Passage], probes: Sequence[Probe], joins: bool = True) -> list[Encoding | NonfiniteOutput]:
+        """One forward; the batch is in order of length.
+
+        Where texts were joined in their attention, one that is not finite spoils others: they are told apart by a second forward.
+        """
         recordings = {
             i: Recording(probe, self._num_heads, len(passage))
             for i, (passage, probe) in enumerate(zip(batch, probes, strict=True))
             if probe.layers
         }
         layout = self._layout(tuple(map(len, batch)))
-        hidden, states = self._forward(batch, layout, recordings, any(probe.hidden_layers for probe in probes))
-        return self._keep(batch, probes, layout, hidden, states, recordings)
+        forward = Forward(layout, recordings, self._outputs, self._one_kernel, joins)
+        hidden, states = self._run(batch, forward, any(probe.hidden_layers for probe in probes))
+        answers = self._keep(batch, probes, layout, hidden, states, recordings)
+        if forward.joined and any(isinstance(answer, NonfiniteOutput) for answer in answers):
+            return self._encode(batch, probes, joins=False)
+        return answers
 
     def _layout(self, lengths: tuple[int, ...]) -> Layout:
         """A few short texts are rounded up to one of 16 sizes: for each size, oneDNN makes a program that costs as much as 15 tokens."""
         packed, tokens = self.path == "packed", sum(lengths)
         return Layout(lengths, packed, spare=-tokens % 4 if packed and self._blocked and tokens < 64 else 0)
 
-    def _forward(
-        self, batch: Sequence[Passage], layout: Layout, recordings: dict[int, Recording], want_states: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _run(self, batch: Sequence[Passage], forward: Forward, want_states: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """→ the last hidden state and all of them, [1, T, d_model] packed or [B, N, d_model]."""
-        inputs = self._inputs(batch, layout)
+        inputs = self._inputs(batch, forward.layout)
+        if self._graph is not None and not want_states and forward.is_joined:
+            forward.joined = len(batch) > 1
+            types = inputs.get("token_type_ids", torch.zeros_like(inputs["input_ids"]))
+            mask = forward.text_mask(forward.layout.groups[0])
+            return self._graph(inputs["input_ids"], inputs["position_ids"], types, mask), ()
         if want_states:
             inputs["output_hidden_states"] = True
         if self.path in ("packed", "padded"):
-            forward = Forward(layout, recordings, self._outputs, self._one_kernel)
-            model = self._model if recordings or want_states else self._compiled
+            model = self._model if forward.recordings or want_states or self._compiled is None else self._compiled
             with bridge.running(forward):
                 output = model(**inputs)
             self._last_forward = forward
         else:
-            if recordings:
+            if forward.recordings:
                 inputs["output_attentions"] = True
             output = self._model(**inputs)
-            if recordings:
-                self._read_attentions(output.attentions, layout, recordings)
+            if forward.recordings:
+                self._read_attentions(output.attentions, forward.layout, forward.recordings)
         return output.last_hidden_state, tuple(output.hidden_states or ()) if want_states else ()
 
     def _inputs(self, batch: Sequence[Passage], layout: Layout) -> dict[str, Any]:
@@ -211,13 +223,15 @@ class Encoder:
             vectors = layout.tokens_of(hidden, run).float()  # [count, length, d_model]
             members = range(run.first, run.first + run.count)
             pooled = self._pool(vectors, [batch[i] for i in members]) if any(probes[i].pooled for i in members) else None
+            unit = nn.functional.normalize(pooled, dim=-1) if pooled is not None else None  # [count, dim], of length 1
             run_states = [layout.tokens_of(state, run) for state in states]
             for row, i in enumerate(members):
                 probe, recording = probes[i], recordings.get(i)
                 norms = recording.value_norms if recording else None
                 states_of = [run_states[k][row] for k in probe.hidden_layers]
+                of_length = unit if self._scales(probe) else pooled
                 encoding = Encoding(
-                    pooled=_leave(self._length(pooled[row], probe)) if pooled is not None and probe.pooled else None,
+                    pooled=_leave(of_length[row]) if of_length is not None and probe.pooled else None,
                     embeddings=_leave(_rows(vectors[row], probe.rows)) if probe.embeddings else None,
                     weights=recording.weights.numpy() if recording else None,
                     value_norms=norms.numpy() if norms is not None else None,
@@ -230,7 +244,7 @@ class Encoder:
     def _pool(self, vectors: Tensor, batch: Sequence[Passage]) -> Tensor:
         """The checkpoint's own pipeline over texts of one length, [B, N, d_model] → [B, dim]; by prompt, where it counts.
 
-        A Normalize at its end is left to `_length`.
+        A Normalize at its end is left to `_keep`, since a probe may say otherwise.
         """
         pooled: list[Tensor] = []
         starts = [0, *(i for i in range(1, len(batch)) if batch[i].prompt_tokens != batch[i - 1].prompt_tokens), len(batch)]
@@ -244,10 +258,9 @@ class Encoder:
             pooled.append(features["sentence_embedding"])
         return torch.cat(pooled)
 
-    def _length(self, vector: Tensor, probe: Probe) -> Tensor:
-        """A pooled vector [dim], scaled to length 1 where the checkpoint or the probe says so."""
-        scaled = self._normalizes if probe.normalize is None else probe.normalize
-        return nn.functional.normalize(vector, dim=-1) if scaled else vector
+    def _scales(self, probe: Probe) -> bool:
+        """Whether a pooled vector is scaled to length 1: as the probe says, or the checkpoint."""
+        return self._normalizes if probe.normalize is None else probe.normalize
 
     def _pool_spans(self, vectors: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
         """The mean of each span's tokens, then what comes after pooling: [N, d_model] → [spans, dim]."""
@@ -274,14 +287,29 @@ class Encoder:
                 if problem is None:
                     self._outputs = self._find_outputs(texts[0])
                     self._one_kernel = path == "packed" and self.device.type != "cpu" and self._one_kernel_works()
+                    if path == "packed":
+                        self._straighten(texts, eager)
                     if block:
                         self._block(texts, eager)
+                        self._trace(texts, eager)
                     return
                 log.debug("%s, %s, positions from %d: %s", self.checkpoint.name, path, self._position_start, problem)
         self.path, self._position_start = "none", 0
         self._model.set_attn_implementation("eager")
         config = self._model.config.get_text_config()
         self._num_layers, self._num_heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
+
+    def _straighten(self, texts: Sequence[Passage], eager: Sequence[Tensor]) -> None:
+        """Put the model's parts in a straight line, where we know how, unless that gives something else."""
+        loaded, found = self._model, (self._num_layers, self._num_heads)
+        rebuilt = bert.rebuild(loaded)
+        if rebuilt is None:
+            return
+        self._model = rebuilt.eval()
+        problem = self._problem(texts, eager)
+        if problem is not None:
+            log.debug("%s, as a straight line: %s", self.checkpoint.name, problem)
+            self._model, (self._num_layers, self._num_heads) = loaded, found
 
     def _block(self, texts: Sequence[Passage], eager: Sequence[Tensor]) -> None:
         """Lay the weights out for the processor, unless the model then gives something else, or nothing."""
@@ -296,6 +324,19 @@ class Encoder:
             log.debug("%s, weights in blocks: %s", self.checkpoint.name, problem)
             linear.unblock(self._model)
             self._blocked, (self._num_layers, self._num_heads) = False, found
+
+    def _trace(self, texts: Sequence[Passage], eager: Sequence[Tensor]) -> None:
+        """Let short texts go through the model as a graph without Python, unless that cannot be made or gives something else."""
+        if not isinstance(self._model, bert.Bert) or self._model.dtype != torch.float32:
+            return
+        try:
+            self._graph = bert.trace(self._model)
+            problem = self._difference(self.encode(texts, [Probe(pooled=False, embeddings=True)] * len(texts)), eager)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            log.debug("%s, as a graph: %s", self.checkpoint.name, problem)
+            self._graph = None
 
     def _one_kernel_works(self) -> bool:
         config = self._model.config.get_text_config()
@@ -328,7 +369,6 @@ class Encoder:
 
     def _problem(self, texts: Sequence[Passage], eager: Sequence[Tensor]) -> str | None:
         """Why the path that is set now does not serve; None when it does."""
-        exact = self._model.dtype == torch.float32
         self._num_layers, self._num_heads = 0, 0
         try:
             if self.path == "eager":
@@ -343,16 +383,24 @@ class Encoder:
             return f"{type(error).__name__}: {error}"
         if not self._num_layers or not self._num_heads:
             return "its attention is not called"
+        problem = self._difference(together, eager)
+        if problem is None and not self._has_sinks:
+            tolerance = 1e-4 if self._model.dtype == torch.float32 else 1e-2
+            weights = [e.weights for e in together if isinstance(e, Encoding) and e.weights is not None]
+            if len(weights) < len(texts) or any(np.abs(w.sum(-1) - 1).max() > tolerance for w in weights):
+                problem = "rows of the attention do not sum to 1"
+        return problem
+
+    def _difference(self, together: Sequence[Encoding | NonfiniteOutput], eager: Sequence[Tensor]) -> str | None:
+        """How the vectors of texts in a batch differ from those of each text alone; None when they are the same."""
+        tolerance = 1e-4 if self._model.dtype == torch.float32 else 5e-2
         for encoding, alone in zip(together, eager, strict=True):
-            if not isinstance(encoding, Encoding) or encoding.embeddings is None or encoding.weights is None:
+            if not isinstance(encoding, Encoding) or encoding.embeddings is None:
                 return "its numbers are not finite"
             expected = alone.cpu().numpy()
             off = float(np.abs(encoding.embeddings - expected).max() / max(1.0, np.abs(expected).max()))
-            if off > (1e-4 if exact else 5e-2):
+            if off > tolerance:
                 return f"vectors are {off:.1e} away from the text alone"
-            sums = encoding.weights.sum(-1)
-            if np.abs(sums - 1).max() > (1e-4 if exact else 1e-2) and not self._has_sinks:
-                return "rows of the attention do not sum to 1"
         return None
 
     @property
@@ -396,7 +444,7 @@ class Encoder:
         return Facts(
             name=checkpoint.name,
             revision=checkpoint.revision,
-            architecture=type(self._model).__name__,
+            architecture=self._architecture,
             num_layers=self._num_layers,
             num_heads=self._num_heads,
             d_model=first.embeddings.shape[-1],

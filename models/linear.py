@@ -8,6 +8,8 @@ torch's public interface, so they are tried before they are relied upon, and a m
 
 import logging
 from collections.abc import Callable
+from functools import cache
+from typing import List, Optional, Union  # noqa: UP035 - TorchScript's own way
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +24,19 @@ class BlockedLinear(nn.Module):
     With `activation` "gelu" the result goes through GELU (Hendrycks and Gimpel 2016) while it is still in the cache.
     """
 
+    weight: Tensor
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.activation = "none"
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)  # [out_features, in_features], opaque
+        weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.register_buffer("weight", weight, persistent=False)  # [out_features, in_features], opaque
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] → [..., out_features]."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return _traceable()(x, self.weight, self.bias, self.activation)
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, self.activation, [], "none")
 
     def plain(self) -> nn.Linear:
@@ -126,6 +133,17 @@ def _replace(model: nn.Module, by: Callable[[nn.Module], nn.Module]) -> None:
                     made[child] = by(child)
                 if made[child] is not child:
                     setattr(parent, name, made[child])
+
+
+@cache
+def _traceable() -> Callable[[Tensor, Tensor, Tensor | None, str], Tensor]:
+    """The same operator for torch.jit.trace, which cannot look through its empty list of numbers by itself."""
+
+    def product(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: str) -> Tensor:  # noqa: UP045 - TorchScript's own way
+        numbers = torch.jit.annotate(List[Optional[Union[int, float, complex]]], [])  # noqa: UP006, UP007, UP045
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, numbers, "none")
+
+    return torch.jit.script(product)
 
 
 def _blocked(linear: nn.Linear) -> nn.Module:
