@@ -12,9 +12,10 @@ from models.values import Encoding, Passage, Probe
 from tests import tiny
 
 PATHS = {
-    "bert": "packed", "roberta": "packed", "xlm-roberta": "packed", "distilbert": "packed", "electra": "packed", "albert": "packed",
-    "modernbert": "packed", "nomic_bert": "packed", "gpt2": "packed", "gpt_neox": "packed", "llama": "packed", "qwen3": "packed",
-    "gemma3_text": "packed", "mistral": "packed", "gemma2": "packed", "eurobert": "packed", "gpt_oss": "packed",
+    "bert": "packed", "roberta": "packed", "xlm-roberta": "packed", "camembert": "packed", "distilbert": "packed",
+    "electra": "packed", "albert": "packed", "modernbert": "packed", "nomic_bert": "packed", "gpt2": "packed", "gpt_neox": "packed",
+    "llama": "packed", "qwen3": "packed", "gemma3_text": "packed", "mistral": "packed", "gemma2": "packed", "eurobert": "packed",
+    "gpt_oss": "packed",
     "t5": "padded", "mpnet": "eager", "deberta-v2": "eager",
 }  # fmt: skip
 LENGTHS = (1, 3, 17, 17, 40, 9)

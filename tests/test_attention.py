@@ -14,11 +14,13 @@ from models.attention import (
     attention_weights,
     causal_mask,
     fused_attention,
+    joined_attention,
     mix,
     repeat_heads,
     rotate,
     scale_rows,
     sinusoidal_positions,
+    text_mask,
     window_mask,
 )
 
@@ -57,6 +59,16 @@ def test_fused_is_the_same_as_step_by_step():
         expected = mix(weights, repeat_heads(value, 4))
         fused = fused_attention(query, key, value, scale=0.3, mask=None if causal else mask, causal=causal)
         assert torch.allclose(fused, expected, atol=1e-6)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_joined_texts_are_as_each_alone(lengths, causal):
+    query, key, value = torch.randn(3, 2, sum(lengths), 4)
+    joined = joined_attention(query, key, value, text_mask(lengths, causal), 0.3)
+    texts = zip(*(x.split(lengths, dim=1) for x in (query, key, value)), strict=True)
+    alone = [fused_attention(q[None], k[None], v[None], scale=0.3, causal=causal)[0] for q, k, v in texts]
+    assert torch.allclose(joined, torch.cat(alone, dim=1), atol=1e-6)
 
 
 def test_sinks_take_their_share():

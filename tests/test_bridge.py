@@ -1,6 +1,7 @@
 """The bridge's own parts: layouts, mask rules, and attention over variable lengths, with a stand-in for the CUDA kernel."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from models import bridge
 from models.attention import causal_mask, fused_attention, repeat_heads, window_mask
-from models.bridge import Allowed, BridgeError, Forward, Layout, Recording
+from models.bridge import JOINED, Allowed, BridgeError, Forward, Layout, Recording
 from models.values import Probe
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(sorted)
@@ -119,3 +120,34 @@ def test_norms_by_hand():
 
 def test_repeated_heads_are_neighbours():
     assert repeat_heads(torch.tensor([[[[1.0]], [[2.0]]]]), 4).flatten().tolist() == [1, 1, 2, 2]
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=9).map(sorted), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_groups_are_all_runs_in_order(lengths, spare):
+    layout = Layout(tuple(lengths), True, spare)
+    assert tuple(run for group in layout.groups for run in group) == layout.runs
+    ends = [layout.end(group) for group in layout.groups]
+    assert ends[-1] == layout.tokens == sum(lengths) + spare
+    assert [group[0].start for group in layout.groups] == [0, *ends[:-1]]
+    for group in layout.groups:
+        assert len(group) == 1 or group[-1].end - group[0].start <= JOINED
+    for first, second in pairwise(layout.groups):  # as few as can be
+        assert second[0].end - first[0].start > JOINED
+
+
+@pytest.mark.parametrize("rule", [bidirectional_mask_function, causal_mask_function, sliding_window_bidirectional_mask_function(3)])
+@pytest.mark.parametrize("spare", [0, 3])
+def test_joined_or_alone(rule, spare):
+    """Grouped heads, causal masks and spare tokens too; what has a mask of its own is not joined."""
+    layout = Layout((1, 4, 4, 60, 60, 61), packed=True, spare=spare)
+    query, key, value = torch.randn(1, 4, 190 + spare, 8), torch.randn(1, 2, 190 + spare, 8), torch.randn(1, 2, 190 + spare, 8)
+    contexts, joined = [], []
+    for joins in (True, False):
+        forward = Forward(layout, {}, joins=joins)
+        with bridge.running(forward):
+            contexts.append(bridge.attention_function(torch.nn.Module(), query, key, value, forward.number(rule), scaling=0.3)[0])
+        joined.append(forward.joined)
+    assert contexts[0].shape == (1, 190 + spare, 4, 8)
+    assert torch.allclose(contexts[0][:, :190], contexts[1][:, :190], atol=1e-6)
+    assert joined == [rule in (bidirectional_mask_function, causal_mask_function), False]

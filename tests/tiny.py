@@ -27,6 +27,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "bert": {},
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
     "distilbert": {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": 48},
     "electra": {"embedding_size": 24},
     "albert": {"embedding_size": 24},

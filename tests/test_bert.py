@@ -1,0 +1,127 @@
+"""BERT as a straight line: taken where it gives the same, with its attention joined and as a graph; everything else runs as it is."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertModel
+
+from models import bert
+from models.bridge import JOINED
+from models.checkpoint import DEFAULT_MODEL, load
+from models.encoder import Encoder, NonfiniteOutput
+from models.values import Encoding, Passage, Probe
+from tests import tiny
+from tests.test_architectures import close, passages, run
+
+STRAIGHT = ["bert", "roberta", "xlm-roberta", "camembert", "distilbert"]
+VECTORS = Probe(embeddings=True)
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Encoder:
+    return Encoder(load(str(tiny.save(tmp_path))), device="cpu")
+
+
+def the_model_says(name: str, passage: Passage, **changes: object) -> np.ndarray:
+    """The last hidden state [N, d_model] of a text alone in the model as transformers runs it."""
+    with torch.inference_mode():
+        inputs = {"input_ids": torch.tensor([passage.ids])}
+        if any(passage.type_ids):
+            inputs["token_type_ids"] = torch.tensor([passage.type_ids])
+        return tiny.model(name, **changes)(**inputs).last_hidden_state[0].numpy()
+
+
+def sized(*lengths: int) -> list[Passage]:
+    """Texts of these lengths, of ordinary tokens."""
+    longest = max(passages(), key=len)
+    ids = longest.ids * (max(lengths) // len(longest) + 1)
+    return [
+        replace(longest, ids=ids[:n], type_ids=[0] * n, offsets=[(0, 0)] * n, segments=[None] * n, special=[False] * n) for n in lengths
+    ]
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_models_that_are_built_like_bert_are_straightened(tmp_path, name):
+    encoder = Encoder(load(str(tiny.save(tmp_path, name))), device="cpu")
+    assert isinstance(encoder._model, bert.Bert)
+    assert encoder._graph is not None
+    assert encoder.facts.architecture == type(tiny.model(name)).__name__
+    for passage, answer in zip(passages(), run(encoder, passages(), VECTORS), strict=True):
+        assert close(answer.embeddings, the_model_says(name, passage), 1e-5)
+
+
+def test_the_default_model_is_straightened():
+    encoder = Encoder(load(DEFAULT_MODEL), "cpu")
+    assert isinstance(encoder._model, bert.Bert)
+    assert encoder._graph is not None
+
+
+def test_a_decoder_stays_as_it_is(tmp_path):
+    encoder = Encoder(load(str(tiny.save(tmp_path, is_decoder=True))), device="cpu")
+    assert type(encoder._model) is BertModel
+    assert encoder.path == "packed"
+    for passage, answer in zip(passages(), run(encoder, passages(), VECTORS), strict=True):
+        assert close(answer.embeddings, the_model_says("bert", passage, is_decoder=True), 1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(5,), (3, 9, 20), (JOINED,), (JOINED - 1, 2), (1, 1, 2, 60, 60, 60, 100), (JOINED // 2,) * 5])
+def test_joined_or_not_and_as_a_graph_or_not(encoder, lengths):
+    graph, batch = encoder._graph, sized(*lengths)
+    alone = [run(encoder, [text], VECTORS)[0] for text in batch]
+    together = run(encoder, batch, VECTORS)
+    encoder._graph = None
+    for a, b, c in zip(together, run(encoder, batch, VECTORS), alone, strict=True):
+        assert np.array_equal(a.embeddings, b.embeddings)
+        assert close(a.embeddings, c.embeddings, 1e-5)
+        assert close(a.embeddings, the_model_says("bert", sized(len(a.embeddings))[0]), 1e-5)
+    assert graph is not None
+
+
+def test_pairs(encoder):
+    pair = replace(sized(12)[0], type_ids=[0] * 5 + [1] * 7)
+    batch = [sized(7)[0], pair, sized(9)[0]]
+    for passage, answer in zip(batch, run(encoder, batch, VECTORS), strict=True):
+        assert close(answer.embeddings, the_model_says("bert", passage), 1e-5)
+    assert not close(run(encoder, [pair], VECTORS)[0].embeddings, the_model_says("bert", sized(12)[0]), 1e-2)
+
+
+@pytest.mark.parametrize("as_graph", [True, False])
+def test_a_text_that_is_not_finite_spoils_no_other(encoder, as_graph):
+    bad = 7
+    batch = [p for p in passages() if bad not in p.ids]
+    expected = run(encoder, batch, VECTORS)
+    encoder._model.word_embeddings.weight.data[bad] = torch.nan
+    if not as_graph:
+        encoder._graph = None
+    poisoned = replace(sized(3)[0], ids=[4, bad, 5])
+    answers = encoder.encode([batch[0], poisoned, *batch[1:]], [VECTORS] * (len(batch) + 1))
+    assert [isinstance(a, NonfiniteOutput) for a in answers] == [False, True] + [False] * (len(batch) - 1)
+    kept = [a for a in answers if isinstance(a, Encoding)]
+    assert all(close(a.embeddings, b.embeddings, 1e-5) for a, b in zip(kept, expected, strict=True))
+
+
+@pytest.mark.parametrize("fault", ["missing", "wrong", "fails"])
+def test_a_graph_that_cannot_be_made_or_is_wrong_is_not_used(tmp_path, monkeypatch, fault):
+    def broken(_: bert.Bert) -> object:
+        if fault == "missing":
+            raise RuntimeError("no graphs here")
+        return lambda ids, positions, types, mask: torch.zeros(*ids.shape, tiny.WIDTH) if fault == "wrong" else torch.zeros(0).item()
+
+    monkeypatch.setattr(bert, "trace", broken)
+    encoder = Encoder(load(str(tiny.save(tmp_path))), device="cpu")
+    assert encoder._graph is None
+    assert isinstance(encoder._model, bert.Bert)
+    assert close(run(encoder, sized(9), VECTORS)[0].embeddings, the_model_says("bert", sized(9)[0]), 1e-5)
+
+
+def test_a_straight_line_that_gives_something_else_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        bert.Layer, "forward", lambda self, x, attend: x + attend(*[x.unflatten(-1, (4, 8)).transpose(1, 2)] * 3).flatten(2)
+    )
+    encoder = Encoder(load(str(tiny.save(tmp_path))), device="cpu")
+    assert type(encoder._model) is BertModel
+    assert encoder.facts.num_heads == tiny.HEADS
+    assert close(run(encoder, sized(9), VECTORS)[0].embeddings, the_model_says("bert", sized(9)[0]), 1e-5)
