@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Positions = Literal["none", "sinusoidal", "rotary"]
-SMALL_SCORES = 2**19
-"""Scores that are still in the processor's caches for the next step."""
 
 
 def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -49,10 +47,11 @@ def attention_weights(scores: Tensor, mask: Tensor | None = None, sinks: Tensor 
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.float()
     if sinks is not None:
-        column = sinks.float().reshape(-1, 1, 1).expand(*scores.shape[:-1], 1)  # [B, H, N, 1]
+        column = sinks.float().reshape(-1, 1, 1).expand_as(scores[..., :1])  # [B, H, N, 1]
         return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    weights = torch.softmax(scores, dim=-1, out=out if mask is None else None)
-    return weights if mask is None else weights.nan_to_num(nan=0.0)
+    if mask is not None:
+        return torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)
+    return torch.softmax(scores, dim=-1) if out is None else torch.softmax(scores, dim=-1, out=out)
 
 
 def mix(weights: Tensor, value: Tensor) -> Tensor:
@@ -65,7 +64,7 @@ def scale_rows(weights: Tensor) -> Tensor:
     return (weights / weights.sum(-1, keepdim=True)).nan_to_num(nan=0.0)
 
 
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     """The same as scores → weights → mix without keeping the weights. → [B, H, N, D].
 
     One step of torch, but for small scores on a processor, where three small steps are up to twice as fast (docs/engine.md).
@@ -73,7 +72,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, 
     """
     num_heads = query.shape[-3]
     key, value = repeat_heads(key, num_heads), repeat_heads(value, num_heads)  # [B, H, M, D]
-    small = query.shape[:-1].numel() * key.shape[-2] <= SMALL_SCORES
+    small = query.numel() // query.shape[-1] * key.shape[-2] <= 2**19  # scores that are still in the caches for the next step
     if mask is None and not causal and small and query.device.type == "cpu" and query.dtype == torch.float32:
         return mix(attention_weights(attention_scores(query, key, scale)), value)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
@@ -82,11 +81,38 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, 
 def joined_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """The same for several texts that lie end to end in one row, at once: scores that cross from text to text are masked.
 
-    query, key and value [H, T, D], mask [T, T]: 0, or −∞ where a query may not attend. → [H, T, D]. A number that is not finite in
-    one text gets into all of them, since 0 · NaN is NaN.
+    query [H, T, D], key and value [H_kv, T, D], mask [T, T]: 0, or −∞ where a query may not attend. → [H, T, D]. A number that is
+    not finite in one text gets into all of them, since 0 · NaN is NaN.
     """
+    key, value = repeat_heads(key, query.shape[0]), repeat_heads(value, query.shape[0])  # [H, T, D]
     scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale)  # MatMul, Scale and Mask in one step: [H, T, T]
     return mix(attention_weights(scores), value)
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, groups: Tensor, masks: Tensor, scale: float, causal: bool = False
+) -> Tensor:
+    """The same for texts that lie end to end in one row, each attending to itself alone, group after group of them.
+
+    query [H, T, D], key and value [H_kv, T, D]. groups [G, 2], on the processor: the tokens of each group, and the number of its
+    texts when they are of one length; 0 for texts of any lengths, to be joined, whose mask is the next in `masks`: the joined
+    groups' masks, flat, one after the other, in which `causal` is said already. → [T, H, D]
+    """
+    parts: list[Tensor] = []
+    start, mask_start = 0, 0
+    sizes: list[list[int]] = groups.tolist()
+    for tokens, texts in sizes:
+        q, k, v = query[:, start : start + tokens], key[:, start : start + tokens], value[:, start : start + tokens]  # [H, t, D]
+        if texts == 0:
+            mask = masks[mask_start : mask_start + tokens * tokens].view(tokens, tokens)
+            context = joined_attention(q, k, v, mask, scale).transpose(0, 1)  # [t, H, D]
+            mask_start += tokens * tokens
+        else:
+            q, k, v = (x.unflatten(1, (texts, -1)).transpose(0, 1) for x in (q, k, v))  # [texts, H, length, D]
+            context = fused_attention(q, k, v, scale, None, causal).transpose(1, 2).flatten(0, 1)  # [t, H, D]
+        parts.append(context)
+        start += tokens
+    return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
 def text_mask(lengths: Sequence[int], causal: bool = False) -> Tensor:

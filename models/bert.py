@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BertModel, CamembertModel, DistilBertModel, PreTrainedConfig, RobertaModel, XLMRobertaModel
 
 from models import bridge
-from models.attention import joined_attention, text_mask
+from models.attention import packed_attention, text_mask
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query, key, value [1, H, T, D] → context [1, T, H, D]."""
@@ -97,35 +97,34 @@ class Bert(nn.Module):
         return Output(x, None if states is None else tuple(states))
 
 
-class Joined(nn.Module):
-    """A Bert for rows in which all texts are joined in their attention, to be traced: what it does depends on no number in Python."""
+class Packed(nn.Module):
+    """A Bert for packed rows of which nothing is recorded, to be traced: its steps depend on no number in Python."""
 
     def __init__(self, bert: Bert) -> None:
         super().__init__()
-        self.bert = bert
+        self.bert, self.attention = bert, torch.jit.script(packed_attention)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor, mask: Tensor) -> Tensor:
-        """ids, positions and types [1, T], mask [T, T] as `joined_attention` has it → the last hidden state [1, T, d_model]."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor, groups: Tensor, masks: Tensor) -> Tensor:
+        """ids, positions and types [1, T], groups and masks as `packed_attention` has them → the last hidden state [1, T, d_model]."""
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            context = joined_attention(query[0], key[0], value[0], mask, scale)  # [H, T, D]
-            return context.transpose(0, 1).unsqueeze(0)
+            return self.attention(query[0], key[0], value[0], groups, masks, scale).unsqueeze(0)
 
         scale = self.bert.head_dim**-0.5
         return self.bert(input_ids, position_ids, token_type_ids, attend=attend).last_hidden_state
 
 
-def trace(bert: Bert) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Joined(bert) as a graph that runs without Python (torch.jit), with the same weights and the same bits.
+def trace(bert: Bert) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Packed(bert) as a graph that runs without Python (torch.jit), with the same weights and the same bits.
 
     Between the steps of a short text Python takes as long as the steps, and the other threads of a server that want Python's lock
     (requests to be read, answers to be written) would hold the forward up.
     """
     ids = torch.zeros(1, 5, dtype=torch.long, device=bert.norm.weight.device)
-    example = ids, torch.arange(5, device=ids.device)[None], ids, text_mask([2, 3])
+    example = ids, torch.arange(5, device=ids.device)[None], ids, torch.tensor([[5, 0]]), text_mask([2, 3]).flatten()
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is no longer developed; it is tried before it is relied upon, as all here
-        return torch.jit.trace(Joined(bert).eval(), example, check_trace=False)
+        return torch.jit.trace(Packed(bert).eval(), example, check_trace=False)
 
 
 def rebuild(model: nn.Module) -> Bert | None:

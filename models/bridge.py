@@ -32,8 +32,8 @@ from models.attention import (
     attention_weights,
     causal_mask,
     fused_attention,
-    joined_attention,
     mix,
+    packed_attention,
     repeat_heads,
     scale_rows,
     text_mask,
@@ -106,14 +106,6 @@ class Layout:
     def tokens(self) -> int:
         """All tokens of a packed row, spare ones too."""
         return self.runs[-1].end + self.spare
-
-    def end(self, group: tuple[Run, ...]) -> int:
-        """Where a group's tokens end: spare tokens go with the last one."""
-        return self.tokens if group[-1] is self.runs[-1] else group[-1].end
-
-    def joins(self, group: tuple[Run, ...]) -> bool:
-        """Whether a group is small enough for its texts to be joined, which includes a single short text."""
-        return self.packed and self.end(group) - group[0].start <= JOINED
 
     def heads_of(self, x: Tensor, run: Run) -> Tensor:
         """A run's part of [1, H, T, D] (packed) or [B, H, N, D] → [count, H, length, D], a view."""
@@ -242,21 +234,23 @@ class Forward:
         self._ends: Tensor | None = None
         self._rules: list[MaskRule] = []
         self._masks: dict[tuple[int, int, int], Allowed] = {}
-        self._text_masks: dict[tuple[int, bool], Tensor] = {}
+        self._groups: dict[tuple[bool, bool], tuple[Tensor, Tensor]] = {}
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether this is nothing but one joined group of texts, of which nothing is recorded."""
-        return self.joins and not self.recordings and len(self.layout.groups) == 1 and self.layout.joins(self.layout.groups[0])
-
-    def text_mask(self, group: tuple[Run, ...], causal: bool = False) -> Tensor:
-        """Which tokens of a group are of one text, as `joined_attention` wants it; made once for all layers."""
-        place = group[0].start, causal
-        if place not in self._text_masks:
-            spare = self.layout.end(group) - group[-1].end
-            lengths = [run.length for run in group for _ in range(run.count)] + ([spare] if spare else [])
-            self._text_masks[place] = text_mask(lengths, causal)
-        return self._text_masks[place]
+    def groups(self, joins: bool, causal: bool = False) -> tuple[Tensor, Tensor]:
+        """The texts of a packed row as `packed_attention` wants them, joined or not: groups and masks, made once for all layers."""
+        if (joins, causal) not in self._groups:
+            layout, sizes, masks = self.layout, [], []
+            for group in layout.groups if joins else [(run,) for run in layout.runs]:
+                lengths = [run.length for run in group for _ in range(run.count)]
+                spare = layout.spare if group[-1] is layout.runs[-1] else 0
+                if joins and sum(lengths) <= JOINED:
+                    self.joined = self.joined or len(lengths) > 1
+                    sizes.append((sum(lengths) + spare, 0))
+                    masks.append(text_mask(lengths + [spare] * (spare > 0), causal).flatten())
+                else:
+                    sizes += [(sum(lengths), len(lengths))] + [(spare, 1)] * (spare > 0)
+            self._groups[joins, causal] = torch.tensor(sizes), torch.cat(masks) if masks else torch.empty(0)
+        return self._groups[joins, causal]
 
     def number(self, rule: MaskRule) -> Tensor:
         """Take a mask rule and give the tensor that stands for it on its way through the model."""
@@ -387,19 +381,24 @@ def attend(
     if forward.recordings:
         for run, may in allowed.items():
             _record(forward, layer, run, query, key, value, may, scale=scale, softcap=softcap, sinks=sinks)
-    plain = softcap is None and sinks is None
-    whole = _in_one_kernel(forward, query, key, value, allowed, scale) if plain and forward.one_kernel else None
-    if whole is None:
-        joins = plain and _can_join(forward, query, allowed)
-        parts = []
-        for group in layout.groups if joins else [(run,) for run in layout.runs]:
-            if joins and layout.joins(group):
-                parts.append(_joined(forward, group, query, key, value, allowed, scale))
-            else:
-                parts.append(_alone(layout, group[0], query, key, value, allowed[group[0]], scale, softcap, sinks))
-        whole = layout.join(parts)
+    causal_texts = {may.causal for run, may in allowed.items() if run.length > 1}
+    alike = len(causal_texts) <= 1 and all(may.mask is None for may in allowed.values())
+    if layout.packed and alike and softcap is None and sinks is None:
+        attention = _in_one_kernel if forward.one_kernel else _packed
+        whole = attention(forward, query[0], key[0], value[0], scale, causal_texts == {True}).unsqueeze(0)
+    else:
+        whole = layout.join([_alone(layout, run, query, key, value, may, scale, softcap, sinks) for run, may in allowed.items()])
     forward.last_context = whole
     return whole
+
+
+def _packed(forward: Forward, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+    """All texts of a packed row: query [H, T, D], key and value [H_kv, T, D] → [T, H, D].
+
+    Joined where it pays: measured for float32 on a processor.
+    """
+    joins = forward.joins and query.device.type == "cpu" and query.dtype == torch.float32
+    return packed_attention(query, key, value, *forward.groups(joins, causal), scale, causal)
 
 
 def _alone(
@@ -424,52 +423,27 @@ def _alone(
     return context.transpose(1, 2).contiguous()
 
 
-def _can_join(forward: Forward, query: Tensor, allowed: dict[Run, Allowed]) -> bool:
-    """Whether the texts of a group can be told apart by their places alone, and it pays: measured for float32 on a processor."""
-    causal = {may.causal for run, may in allowed.items() if run.length > 1}
-    masked = any(may.mask is not None for may in allowed.values())
-    suits = query.device.type == "cpu" and query.dtype == torch.float32
-    return forward.joins and forward.layout.packed and suits and not masked and len(causal) <= 1
-
-
-def _joined(
-    forward: Forward, group: tuple[Run, ...], query: Tensor, key: Tensor, value: Tensor, allowed: dict[Run, Allowed], scale: float
-) -> Tensor:
-    """The attention of a group of runs at once: context [1, their tokens, H, D]."""
-    forward.joined = forward.joined or group[0].first < group[-1].first + group[-1].count - 1
-    q, k, v = (x[0, :, group[0].start : forward.layout.end(group)] for x in (query, key, value))  # [H or H_kv, t, D]
-    mask = forward.text_mask(group, any(allowed[run].causal for run in group))
-    context = joined_attention(q, repeat_heads(k, len(q)), repeat_heads(v, len(q)), mask, scale)  # [H, t, D]
-    return context.transpose(0, 1).contiguous().unsqueeze(0)
-
-
-def _in_one_kernel(forward: Forward, query: Tensor, key: Tensor, value: Tensor, allowed: dict[Run, Allowed], scale: float) -> Tensor | None:
-    """All texts of a packed row at once, by torch's attention over variable lengths (CUDA). None when a text has a mask."""
-    causal = {may.causal for run, may in allowed.items() if run.length > 1}
-    if not forward.layout.packed or len(causal) > 1 or any(may.mask is not None for may in allowed.values()):
-        return None
-    q, k, v = (repeat_heads(x[0], query.shape[1]).transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, D]
+def _in_one_kernel(forward: Forward, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+    """The same as `_packed` by torch's attention over variable lengths (CUDA)."""
+    q, k, v = (repeat_heads(x, query.shape[0]).transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, D]
     ends, longest = forward.ends(query.device), max(forward.layout.lengths)
-    window = (-1, 0) if causal == {True} else (-1, -1)
+    window = (-1, 0) if causal else (-1, -1)
     context = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=window)
     assert isinstance(context, Tensor)  # and not with the log-sum-exp, which was not asked for
-    return context.unsqueeze(0)  # [1, T, H, D]
+    return context
 
 
 def one_kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether attention over variable lengths runs here and gives what attention text by text gives: tried, not looked up."""
     layout = Layout((3, 7), packed=True)
     draws = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 10, head_dim, generator=draws).to(device, dtype) for _ in range(3))
+    query, key, value = (torch.randn(2, 10, head_dim, generator=draws).to(device, dtype) for _ in range(3))
     try:
         for causal in (False, True):
-            together = _in_one_kernel(Forward(layout, {}), query, key, value, dict.fromkeys(layout.runs, Allowed(None, causal)), scale=0.3)
-            if together is None:
+            forward = Forward(layout, {})
+            together = _in_one_kernel(forward, query, key, value, 0.3, causal)
+            if not torch.allclose(together, _packed(forward, query, key, value, 0.3, causal), atol=2e-2):
                 return False
-            for run in layout.runs:
-                alone = fused_attention(*(layout.heads_of(x, run) for x in (query, key, value)), scale=0.3, causal=causal)
-                if not torch.allclose(layout.tokens_of(together, run).transpose(1, 2), alone, atol=2e-2):
-                    return False
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         return False
     return True

@@ -158,11 +158,9 @@ class Encoder:
     def _run(self, batch: Sequence[Passage], forward: Forward, want_states: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """→ the last hidden state and all of them, [1, T, d_model] packed or [B, N, d_model]."""
         inputs = self._inputs(batch, forward.layout)
-        if self._graph is not None and not want_states and forward.is_joined:
-            forward.joined = len(batch) > 1
+        if self._graph is not None and not forward.recordings and not want_states:
             types = inputs.get("token_type_ids", torch.zeros_like(inputs["input_ids"]))
-            mask = forward.text_mask(forward.layout.groups[0])
-            return self._graph(inputs["input_ids"], inputs["position_ids"], types, mask), ()
+            return self._graph(inputs["input_ids"], inputs["position_ids"], types, *forward.groups(forward.joins)), ()
         if want_states:
             inputs["output_hidden_states"] = True
         if self.path in ("packed", "padded"):
@@ -325,13 +323,17 @@ class Encoder:
             linear.unblock(self._model)
             self._blocked, (self._num_layers, self._num_heads) = False, found
 
+    @torch.inference_mode()
     def _trace(self, texts: Sequence[Passage], eager: Sequence[Tensor]) -> None:
-        """Let short texts go through the model as a graph without Python, unless that cannot be made or gives something else."""
+        """Let texts go through the model as a graph without Python, unless that cannot be made or gives something else, joined or not."""
         if not isinstance(self._model, bert.Bert) or self._model.dtype != torch.float32:
             return
+        problem = None
         try:
             self._graph = bert.trace(self._model)
-            problem = self._difference(self.encode(texts, [Probe(pooled=False, embeddings=True)] * len(texts)), eager)
+            probes = [Probe(pooled=False, embeddings=True)] * len(texts)
+            for joins in (True, False):
+                problem = problem or self._difference(self._encode(texts, probes, joins), eager)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:

@@ -67,17 +67,20 @@ def test_a_decoder_stays_as_it_is(tmp_path):
         assert close(answer.embeddings, the_model_says("bert", passage, is_decoder=True), 1e-5)
 
 
-@pytest.mark.parametrize("lengths", [(5,), (3, 9, 20), (JOINED,), (JOINED - 1, 2), (1, 1, 2, 60, 60, 60, 100), (JOINED // 2,) * 5])
+@pytest.mark.parametrize(
+    "lengths", [(5,), (3, 9, 20), (JOINED,), (JOINED - 1, 2), (1, 1, 2, 60, 60, 60, 100), (JOINED // 2,) * 5, (3, *[120] * 10)]
+)
 def test_joined_or_not_and_as_a_graph_or_not(encoder, lengths):
-    graph, batch = encoder._graph, sized(*lengths)
+    graph, batch, runs = encoder._graph, sized(*lengths), []
     alone = [run(encoder, [text], VECTORS)[0] for text in batch]
+    encoder._graph = lambda *inputs: runs.append(1) or graph(*inputs)
     together = run(encoder, batch, VECTORS)
+    assert runs == [1]
     encoder._graph = None
     for a, b, c in zip(together, run(encoder, batch, VECTORS), alone, strict=True):
         assert np.array_equal(a.embeddings, b.embeddings)
         assert close(a.embeddings, c.embeddings, 1e-5)
         assert close(a.embeddings, the_model_says("bert", sized(len(a.embeddings))[0]), 1e-5)
-    assert graph is not None
 
 
 def test_pairs(encoder):
@@ -108,7 +111,7 @@ def test_a_graph_that_cannot_be_made_or_is_wrong_is_not_used(tmp_path, monkeypat
     def broken(_: bert.Bert) -> object:
         if fault == "missing":
             raise RuntimeError("no graphs here")
-        return lambda ids, positions, types, mask: torch.zeros(*ids.shape, tiny.WIDTH) if fault == "wrong" else torch.zeros(0).item()
+        return lambda ids, *_: torch.zeros(*ids.shape, tiny.WIDTH) if fault == "wrong" else torch.zeros(0).item()
 
     monkeypatch.setattr(bert, "trace", broken)
     encoder = Encoder(load(str(tiny.save(tmp_path))), device="cpu")

@@ -127,13 +127,24 @@ def test_repeated_heads_are_neighbours():
 def test_groups_are_all_runs_in_order(lengths, spare):
     layout = Layout(tuple(lengths), True, spare)
     assert tuple(run for group in layout.groups for run in group) == layout.runs
-    ends = [layout.end(group) for group in layout.groups]
-    assert ends[-1] == layout.tokens == sum(lengths) + spare
-    assert [group[0].start for group in layout.groups] == [0, *ends[:-1]]
     for group in layout.groups:
         assert len(group) == 1 or group[-1].end - group[0].start <= JOINED
     for first, second in pairwise(layout.groups):  # as few as can be
         assert second[0].end - first[0].start > JOINED
+
+
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=9).map(sorted), st.integers(0, 3), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_groups_of_a_packed_row_are_all_its_tokens(lengths, spare, joins):
+    layout = Layout(tuple(lengths), True, spare)
+    forward = Forward(layout, {})
+    groups, masks = forward.groups(joins)
+    assert groups[:, 0].sum() == sum(lengths) + spare
+    short = [group for group in layout.groups if group[-1].end - group[0].start <= JOINED]
+    joined = groups[groups[:, 1] == 0, 0]
+    assert len(joined) == (len(short) if joins else 0)
+    assert len(masks) == (joined**2).sum()
+    assert forward.joined == (joins and any(sum(run.count for run in group) > 1 for group in short))
 
 
 @pytest.mark.parametrize("rule", [bidirectional_mask_function, causal_mask_function, sliding_window_bidirectional_mask_function(3)])
