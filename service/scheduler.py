@@ -1,7 +1,9 @@
 """Texts wait here for the model: a queue, one worker thread that does nothing but forwards, and someone who watches it.
 
 The event loop submits jobs and awaits their futures; the worker takes batches. Nothing polls: a worker without work sleeps on a
-condition, what arrives during a forward is the next batch, and a lone request is started at once.
+condition, what arrives during a forward is the next batch, and a lone request is started at once. When little has arrived, the
+answers of the last forward go out before the next one begins: many clients that wait for an answer to send the next text would
+otherwise fall into two halves, each in a batch of its own.
 
 A batch has at most `batch_tokens` tokens (a single text may be longer). The oldest text always goes; half of the batch is
 filled first come, first served, so that a large job goes on under any stream of small ones; the rest is filled from the jobs
@@ -27,6 +29,12 @@ Encode = Callable[[Sequence[Passage], Sequence[Probe]], list[Encoding | Exceptio
 
 FORGETS = 0.9
 """How much of the past the measured rate keeps with each batch."""
+
+LITTLE = 1 / 8
+"""The share of a batch's tokens below which more of them make a forward cheaper by the token."""
+
+QUIET_TURNS = 8
+"""Turns of the event loop without a new job after which those who got an answer are taken to have nothing more to say."""
 
 
 @dataclass(eq=False)
@@ -87,6 +95,8 @@ class Scheduler:
         self._waiting_tokens = self._waiting_texts = 0
         self._generation = 0
         self._current: Batch | None = None
+        self._settling: object | None = None
+        self._submitted = 0
         self._alarm: asyncio.TimerHandle | None = None
         self._recent_tokens = self._recent_seconds = 0.0
         self._closed = False
@@ -120,6 +130,7 @@ class Scheduler:
                 raise self._overloaded()
             job = Job(passages, probes, [self._loop.create_future() for _ in passages], perf_counter(), left=tokens)
             self._jobs.append(job)
+            self._submitted += 1
             self._count(tokens, len(passages))
             self._condition.notify()
         if self._alarm is None:
@@ -175,6 +186,21 @@ class Scheduler:
                 _fail(job.results[i], answer)
             elif not job.results[i].done():
                 job.results[i].set_result(answer)
+
+    def _turn(self, settling: object, submitted: int, quiet: int) -> None:
+        """One turn of the event loop while the worker lets it settle: is there enough now, or has nothing come for a while?"""
+        if settling is not self._settling:
+            return
+        quiet = quiet + 1 if submitted == self._submitted else 0
+        if quiet < QUIET_TURNS and self._has_little():
+            self._loop.call_soon(self._turn, settling, self._submitted, quiet)
+            return
+        with self._condition:
+            self._settling = None
+            self._condition.notify()
+
+    def _has_little(self) -> bool:
+        return self._waiting_tokens < LITTLE * self.batch_tokens
 
     def _observe(self, batch: Batch, answers: list[Encoding | Exception], seconds: float) -> None:
         metrics, name = self.metrics, self.name
@@ -253,9 +279,11 @@ class Scheduler:
                 if isinstance(answer, Exception):
                     raise answer
                 self._call(self._risen, generation)
-            while (batch := self._next(generation)) is not None:
+            took = 0.0
+            while (batch := self._next(generation, took)) is not None:
                 answers = self._answers(batch)
-                self._call(self._deliver, generation, batch, answers, perf_counter() - batch.started)
+                took = perf_counter() - batch.started
+                self._call(self._deliver, generation, batch, answers, took)
             why = ""
         except BaseException as error:
             why = f"died of {type(error).__name__}: {error}"
@@ -267,19 +295,34 @@ class Scheduler:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _next(self, generation: int) -> Batch | None:
-        """Wait until there is work and take a batch of it; None when this worker has to end."""
+    def _next(self, generation: int, took: float) -> Batch | None:
+        """Wait until there is work and take a batch of it; None when this worker has to end. took: seconds of its last forward."""
         with self._condition:
             if generation == self._generation:
                 self._current = None
-            self._condition.wait_for(lambda: self._jobs or self._closed or generation != self._generation)
-            if self._closed or generation != self._generation:
+            self._settle(generation, took)
+            self._condition.wait_for(lambda: self._jobs or self._ended(generation))
+            if self._ended(generation):
                 return None
             batch = self._pick()
             self._count(-batch.tokens, -len(batch.items))
             batch.started = perf_counter()
             self._current = batch
             return batch
+
+    def _settle(self, generation: int, took: float) -> None:
+        """Where some, but little is waiting: let the event loop hand out the last answers and read what they bring in.
+
+        Never for longer than the last forward took. Without anything waiting there is nothing to hold back: who comes first goes at once.
+        """
+        if self._jobs and self._has_little():
+            settling = self._settling = object()
+            self._call(self._turn, settling, self._submitted, 0)
+            self._condition.wait_for(lambda: self._settling is not settling or self._ended(generation), took)
+            self._settling = None
+
+    def _ended(self, generation: int) -> bool:
+        return self._closed or generation != self._generation
 
     def _pick(self) -> Batch:
         batch = Batch()

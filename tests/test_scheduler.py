@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from models.values import Encoding, Passage, Probe
+from service import scheduler as scheduler_module
 from service.errors import AttendError
 from service.metrics import Metrics
 from service.scheduler import Job, Scheduler
@@ -126,9 +127,10 @@ def at_a_desk(
     jobs=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=12),
     pauses=st.lists(st.integers(0, 3), min_size=12, max_size=12),
     leaving=st.sets(st.integers(0, 11)),
+    batch_tokens=st.sampled_from([16, 400]),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_text_gets_its_own_answer(jobs: list[list[int]], pauses: list[int], leaving: set[int]) -> None:
+def test_every_text_gets_its_own_answer(jobs: list[list[int]], pauses: list[int], leaving: set[int], batch_tokens: int) -> None:
     """Whatever arrives when, in whatever sizes, and whoever leaves: right answers in order, batches within the budget."""
 
     async def scenario(desk: Desk) -> None:
@@ -146,11 +148,11 @@ def test_every_text_gets_its_own_answer(jobs: list[list[int]], pauses: list[int]
                 assert all(result.done() for result in job.results)
         await until(lambda: desk.metric("attend_queue_tokens") == 0 == desk.metric("attend_queue_texts"))
 
-    desk = at_a_desk(scenario, queue_tokens=100_000)
+    desk = at_a_desk(scenario, batch_tokens=batch_tokens, queue_tokens=100_000)
     numbers = [number for batch in desk.model.numbers for number in batch]
     assert len(set(numbers)) == len(numbers), "a text went through two forwards"
     for batch in desk.model.batches:
-        assert sum(map(len, batch)) <= 16 or len(batch) == 1
+        assert sum(map(len, batch)) <= batch_tokens or len(batch) == 1
 
 
 @given(sizes=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=8), min_size=1, max_size=10))
@@ -180,6 +182,70 @@ def test_a_lone_request_starts_at_once_and_what_arrives_meanwhile_is_the_next_ba
             await done(job)
 
     assert at_a_desk(scenario).model.numbers == [[999_999], [1, 2, 3]]
+
+
+def test_what_the_last_answers_bring_in_joins_the_little_that_waits() -> None:
+    """Who sends the next text on an answer shares a forward with the text that waited, instead of taking turns with it for ever."""
+
+    async def scenario(desk: Desk) -> None:
+        async def client(job: Job, then: int) -> None:
+            assert right(job, await done(job))
+            last = desk.submit(text(then))
+            assert right(last, await done(last))
+
+        first, waiting = await desk.block(), desk.submit(text(1))
+        clients = asyncio.gather(client(first, 2), done(waiting))
+        await asyncio.sleep(0.2)
+        desk.model.gate.set()
+        await clients
+
+    assert at_a_desk(scenario, batch_tokens=400).model.numbers == [[999_999], [1, 2]]
+
+
+@pytest.mark.parametrize(("tokens", "least", "most"), [(50, 0.0, 0.2), (49, 0.2, 2.0)], ids=["enough waits", "little waits"])
+def test_the_worker_waits_for_the_event_loop_only_with_little_and_not_for_long(tokens: int, least: float, most: float) -> None:
+    """An event loop that does not turn holds an eighth of a batch's tokens up not at all, less for as long as the last forward took."""
+
+    async def scenario(desk: Desk) -> None:
+        began: list[float] = []
+        await desk.block()
+        desk.submit(text(1, tokens))
+        desk.model.fault = lambda passages: began.append(perf_counter())
+        await asyncio.sleep(0.3)
+        opened = perf_counter()
+        desk.model.gate.set()
+        threading.Event().wait(1.0)
+        assert least < began[0] - opened < most
+
+    assert at_a_desk(scenario, batch_tokens=400).model.numbers == [[999_999], [1]]
+
+
+def test_an_event_loop_that_is_never_quiet_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(desk: Desk) -> None:
+        first, waiting = await desk.block(), desk.submit(text(1))
+        await asyncio.sleep(0.1)
+        desk.model.gate.set()
+        assert right(first, await done(first))
+        assert right(waiting, await done(waiting))
+
+    monkeypatch.setattr(scheduler_module, "QUIET_TURNS", 10**9)
+    assert at_a_desk(scenario, batch_tokens=400).model.numbers == [[999_999], [1]]
+
+
+def test_closing_does_not_wait_for_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.block()
+        desk.submit(text(1))
+        await asyncio.sleep(0.8)
+        desk.model.gate.set()
+        await until(lambda: desk.scheduler._settling is not None)
+        start = perf_counter()
+        await desk.scheduler.close()
+        assert perf_counter() - start < 0.4
+        assert not desk.scheduler._thread.is_alive()
+
+    monkeypatch.setattr(scheduler_module, "QUIET_TURNS", 10**9)
+    assert at_a_desk(scenario, batch_tokens=400).model.numbers == [[999_999]]
 
 
 def test_small_overtakes_large() -> None:
