@@ -21,6 +21,9 @@ from models.attention import packed_attention, text_mask
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query, key, value [1, H, T, D] → context [1, T, H, D]."""
 
+Graph = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+"""What `Packed.forward` takes → what it gives."""
+
 SHARED = (BertModel, RobertaModel, XLMRobertaModel, CamembertModel)
 """Architectures whose layers have the same parts under the same names."""
 
@@ -98,24 +101,30 @@ class Bert(nn.Module):
 
 
 class Packed(nn.Module):
-    """A Bert for packed rows of which nothing is recorded, to be traced: its steps depend on no number in Python."""
+    """A Bert for packed rows, to be traced: its steps depend on no number in Python. With `shows`, it shows what attention is made of."""
 
-    def __init__(self, bert: Bert) -> None:
+    def __init__(self, bert: Bert, shows: bool) -> None:
         super().__init__()
-        self.bert, self.attention = bert, torch.jit.script(packed_attention)
+        self.bert, self.shows, self.attention = bert, shows, torch.jit.script(packed_attention)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor, groups: Tensor, masks: Tensor) -> Tensor:
-        """ids, positions and types [1, T], groups and masks as `packed_attention` has them → the last hidden state [1, T, d_model]."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor, groups: Tensor, masks: Tensor) -> tuple[Tensor, ...]:
+        """ids, positions and types [1, T], groups and masks as `packed_attention` has them → the last hidden state [1, T, d_model].
+
+        What is shown comes after it: query, key and value [1, H, T, D] of the first layer, of the second, and so on.
+        """
+        shown: list[Tensor] = []
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if self.shows:
+                shown.extend((query, key, value))
             return self.attention(query[0], key[0], value[0], groups, masks, scale).unsqueeze(0)
 
         scale = self.bert.head_dim**-0.5
-        return self.bert(input_ids, position_ids, token_type_ids, attend=attend).last_hidden_state
+        return self.bert(input_ids, position_ids, token_type_ids, attend=attend).last_hidden_state, *shown
 
 
-def trace(bert: Bert) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Packed(bert) as a graph that runs without Python (torch.jit), with the same weights and the same bits.
+def trace(bert: Bert, shows: bool) -> Graph:
+    """Packed(bert, shows) as a graph that runs without Python (torch.jit), with the same weights and the same bits.
 
     Between the steps of a short text Python takes as long as the steps, and the other threads of a server that want Python's lock
     (requests to be read, answers to be written) would hold the forward up.
@@ -124,7 +133,7 @@ def trace(bert: Bert) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tens
     example = ids, torch.arange(5, device=ids.device)[None], ids, torch.tensor([[5, 0]]), text_mask([2, 3]).flatten()
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is no longer developed; it is tried before it is relied upon, as all here
-        return torch.jit.trace(Packed(bert).eval(), example, check_trace=False)
+        return torch.jit.trace(Packed(bert, shows).eval(), example, check_trace=False)
 
 
 def rebuild(model: nn.Module) -> Bert | None:

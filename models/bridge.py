@@ -13,7 +13,7 @@ mask function hands the rule on under a number; attention evaluates it for one t
 rules that torch knows itself (everything, causal).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -461,6 +461,18 @@ def _with_bias(allowed: Allowed, bias: Tensor, run: Run, device: torch.device) -
     if mask is None:
         return bias
     return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+
+
+def record(forward: Forward, shown: Sequence[Tensor]) -> None:
+    """Record after a forward what `attend` records within one, of a packed row in which all tokens of a text attend to each other.
+
+    shown: query, key and value [1, H, T, D] of the first layer, of the second, and so on.
+    """
+    for layer in range(len(shown) // 3):
+        query, key, value = shown[3 * layer : 3 * layer + 3]
+        for run in forward.layout.runs:
+            scale = query.shape[-1] ** -0.5
+            _record(forward, layer, run, query, key, value, Allowed(None, False), scale=scale, softcap=None, sinks=None)
 
 
 def _record(

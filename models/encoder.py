@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +27,8 @@ from models.values import Encoding, Floats, Passage, Probe
 log = logging.getLogger(__name__)
 Path = Literal["packed", "padded", "eager", "none"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHOWN = 512
+"""Tokens of a row up to which it pays to record from a graph that shows every layer's query, key and value, which takes memory."""
 
 
 class NonfiniteOutput(Exception):
@@ -101,7 +103,8 @@ class Encoder:
         self._num_layers = self._num_heads = 0
         self.path: Path = "none"
         self._compiled: Any = None
-        self._graph: Any = None
+        self._graph: bert.Graph | None = None
+        self._showing_graph: bert.Graph | None = None
         self.sample = self._sample()[0]
         self._choose_path(block=self.device.type == "cpu" and not compile)
         self.checkpoint = replace(checkpoint, transformer=self._model)  # without what is no longer needed of it
@@ -158,9 +161,12 @@ class Encoder:
     def _run(self, batch: Sequence[Passage], forward: Forward, want_states: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """→ the last hidden state and all of them, [1, T, d_model] packed or [B, N, d_model]."""
         inputs = self._inputs(batch, forward.layout)
-        if self._graph is not None and not forward.recordings and not want_states:
+        graph = self._showing_graph if forward.recordings else self._graph
+        if graph is not None and not want_states and (not forward.recordings or forward.layout.tokens <= SHOWN):
             types = inputs.get("token_type_ids", torch.zeros_like(inputs["input_ids"]))
-            return self._graph(inputs["input_ids"], inputs["position_ids"], types, *forward.groups(forward.joins)), ()
+            hidden, *shown = graph(inputs["input_ids"], inputs["position_ids"], types, *forward.groups(forward.joins))
+            bridge.record(forward, shown)
+            return hidden, ()
         if want_states:
             inputs["output_hidden_states"] = True
         if self.path in ("packed", "padded"):
@@ -330,15 +336,18 @@ class Encoder:
             return
         problem = None
         try:
-            self._graph = bert.trace(self._model)
-            probes = [Probe(pooled=False, embeddings=True)] * len(texts)
-            for joins in (True, False):
-                problem = problem or self._difference(self._encode(texts, probes, joins), eager)
+            everything = tuple(range(self._num_layers))
+            recorded = [self._encode([text], [Probe(pooled=False, layers=everything)])[0] for text in texts]
+            self._graph, self._showing_graph = (bert.trace(self._model, shows) for shows in (False, True))
+            for joins, layers in product((True, False), ((), everything)):
+                probes = [Probe(pooled=False, embeddings=True, layers=layers)] * len(texts)
+                answers = self._encode(texts, probes, joins)
+                problem = problem or self._difference(answers, eager) or (_other_weights(answers, recorded) if layers else None)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
             log.debug("%s, as a graph: %s", self.checkpoint.name, problem)
-            self._graph = None
+            self._graph = self._showing_graph = None
 
     def _one_kernel_works(self) -> bool:
         config = self._model.config.get_text_config()
@@ -496,6 +505,17 @@ def _bare(ids: list[int], second: int) -> Passage:
 
 def _rows(vectors: Tensor, rows: tuple[int, ...] | None) -> Tensor:
     return vectors if rows is None else vectors[list(rows)]
+
+
+def _other_weights(answers: Sequence[Encoding | NonfiniteOutput], expected: Sequence[Encoding | NonfiniteOutput]) -> str | None:
+    """How weights [L, H, N, N] differ from those expected; None when they are the same."""
+    for got, right in zip(answers, expected, strict=True):
+        if not isinstance(got, Encoding) or not isinstance(right, Encoding) or got.weights is None or right.weights is None:
+            return "its weights are not finite"
+        off = float(np.abs(got.weights - right.weights).max())
+        if off > 1e-4:
+            return f"weights are {off:.1e} away"
+    return None
 
 
 def _leave(x: Tensor) -> Floats:

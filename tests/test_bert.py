@@ -11,7 +11,7 @@ from transformers import BertModel
 from models import bert
 from models.bridge import JOINED
 from models.checkpoint import DEFAULT_MODEL, load
-from models.encoder import Encoder, NonfiniteOutput
+from models.encoder import SHOWN, Encoder, NonfiniteOutput
 from models.values import Encoding, Passage, Probe
 from tests import tiny
 from tests.test_architectures import close, passages, run
@@ -83,6 +83,35 @@ def test_joined_or_not_and_as_a_graph_or_not(encoder, lengths):
         assert close(a.embeddings, the_model_says("bert", sized(len(a.embeddings))[0]), 1e-5)
 
 
+@pytest.mark.parametrize(
+    "lengths", [(5,), (3, 9, 20), (9, 9), (JOINED - 1, 2), (1, 60, 60, 100), (SHOWN // 8,) * 8, (1, *[SHOWN // 8] * 8)]
+)
+@pytest.mark.parametrize(
+    "probe",
+    [
+        Probe(embeddings=True, layers=(1,)),
+        Probe(layers=(0, 1), norms=True),
+        Probe(layers=(1, 0), heads=(2, 0), queries=(0,)),
+        Probe(layers=(0,), keys=(0,), combine="mean"),
+    ],
+    ids=["last", "norms", "focus", "combined"],
+)
+def test_recorded_from_a_graph_or_not(encoder, lengths, probe):
+    """The same bits, whichever of a batch's texts is recorded; rows of more than SHOWN tokens need Python."""
+    batch, runs, graph = sized(*lengths), [], encoder._showing_graph
+    probes = [probe, *[VECTORS] * (len(batch) - 1)]
+    encoder._showing_graph = lambda *inputs: runs.append(1) or graph(*inputs)
+    shown = encoder.encode(batch, probes)
+    assert runs == [1] * (sum(lengths) <= SHOWN)
+    encoder._showing_graph = None
+    for a, b in zip(shown, encoder.encode(batch, probes), strict=True):
+        assert vars(a).keys() == vars(b).keys()
+        for name, array in vars(a).items():
+            assert (array is None) == (getattr(b, name) is None)
+            assert array is None or np.array_equal(array, getattr(b, name)), name
+    assert shown[0].weights is not None
+
+
 def test_pairs(encoder):
     pair = replace(sized(12)[0], type_ids=[0] * 5 + [1] * 7)
     batch = [sized(7)[0], pair, sized(9)[0]]
@@ -98,7 +127,7 @@ def test_a_text_that_is_not_finite_spoils_no_other(encoder, as_graph):
     expected = run(encoder, batch, VECTORS)
     encoder._model.word_embeddings.weight.data[bad] = torch.nan
     if not as_graph:
-        encoder._graph = None
+        encoder._graph = encoder._showing_graph = None
     poisoned = replace(sized(3)[0], ids=[4, bad, 5])
     answers = encoder.encode([batch[0], poisoned, *batch[1:]], [VECTORS] * (len(batch) + 1))
     assert [isinstance(a, NonfiniteOutput) for a in answers] == [False, True] + [False] * (len(batch) - 1)
@@ -106,16 +135,24 @@ def test_a_text_that_is_not_finite_spoils_no_other(encoder, as_graph):
     assert all(close(a.embeddings, b.embeddings, 1e-5) for a, b in zip(kept, expected, strict=True))
 
 
-@pytest.mark.parametrize("fault", ["missing", "wrong", "fails"])
+@pytest.mark.parametrize("fault", ["missing", "wrong", "fails", "shows something else"])
 def test_a_graph_that_cannot_be_made_or_is_wrong_is_not_used(tmp_path, monkeypatch, fault):
-    def broken(_: bert.Bert) -> object:
+    def broken(model: bert.Bert, shows: bool) -> object:
         if fault == "missing":
             raise RuntimeError("no graphs here")
-        return lambda ids, *_: torch.zeros(*ids.shape, tiny.WIDTH) if fault == "wrong" else torch.zeros(0).item()
+        if fault == "shows something else" and shows:
+            right = trace(model, shows)
+            return lambda *inputs: (right(*inputs)[0], *(x + x for x in right(*inputs)[1:]))
+        if fault == "shows something else":
+            return trace(model, shows)
+        return lambda ids, *_: (torch.zeros(*ids.shape, tiny.WIDTH),) if fault == "wrong" else torch.zeros(0).item()
+
+    trace = bert.trace
 
     monkeypatch.setattr(bert, "trace", broken)
     encoder = Encoder(load(str(tiny.save(tmp_path))), device="cpu")
     assert encoder._graph is None
+    assert encoder._showing_graph is None
     assert isinstance(encoder._model, bert.Bert)
     assert close(run(encoder, sized(9), VECTORS)[0].embeddings, the_model_says("bert", sized(9)[0]), 1e-5)
 
