@@ -470,8 +470,8 @@ def record(forward: Forward, shown: Sequence[Tensor]) -> None:
     """
     for layer in range(len(shown) // 3):
         query, key, value = shown[3 * layer : 3 * layer + 3]
+        scale = query.shape[-1] ** -0.5
         for run in forward.layout.runs:
-            scale = query.shape[-1] ** -0.5
             _record(forward, layer, run, query, key, value, Allowed(None, False), scale=scale, softcap=None, sinks=None)
 
 

@@ -161,8 +161,8 @@ class Encoder:
     def _run(self, batch: Sequence[Passage], forward: Forward, want_states: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """→ the last hidden state and all of them, [1, T, d_model] packed or [B, N, d_model]."""
         inputs = self._inputs(batch, forward.layout)
-        graph = self._showing_graph if forward.recordings else self._graph
-        if graph is not None and not want_states and (not forward.recordings or forward.layout.tokens <= SHOWN):
+        graph = None if want_states else self._graph_for(forward)
+        if graph is not None:
             types = inputs.get("token_type_ids", torch.zeros_like(inputs["input_ids"]))
             hidden, *shown = graph(inputs["input_ids"], inputs["position_ids"], types, *forward.groups(forward.joins))
             bridge.record(forward, shown)
@@ -181,6 +181,12 @@ class Encoder:
             if forward.recordings:
                 self._read_attentions(output.attentions, forward.layout, forward.recordings)
         return output.last_hidden_state, tuple(output.hidden_states or ()) if want_states else ()
+
+    def _graph_for(self, forward: Forward) -> bert.Graph | None:
+        """The graph that gives what is recorded, or nothing of it; None where there is none, or showing all layers takes too much."""
+        if not forward.recordings:
+            return self._graph
+        return self._showing_graph if forward.layout.tokens <= SHOWN else None
 
     def _inputs(self, batch: Sequence[Passage], layout: Layout) -> dict[str, Any]:
         ids, types = [p.ids for p in batch], [p.type_ids for p in batch]
