@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from models.passages import Direction, TextError, TextTooLong
 from models.values import Encoding, Passage, Probe
 from service import errors
+from service.ahead import ahead
 from service.errors import AttendError
 from service.metrics import Metrics
 from service.scheduler import Job
@@ -178,23 +178,8 @@ async def _forget_when_gone(request: Request, served: Served, job: Job) -> None:
 
 
 def streamed(state: State, served: Served, chunks: Iterable[bytes], media: str, headers: dict[str, str]) -> Response:
-    """An answer that is encoded in a thread while it is sent, one chunk ahead."""
+    """An answer that is encoded in a thread while it is sent."""
     return StreamingResponse(ahead(_timed(state, served, chunks)), media_type=media, headers=headers)
-
-
-async def ahead(chunks: Generator[bytes]) -> AsyncIterator[bytes]:
-    """The chunks of a generator that runs in threads, the next one made while the last one is on its way.
-
-    Whoever stops reading closes the generator, after the chunk that it is at.
-    """
-    step = partial(asyncio.get_running_loop().run_in_executor, None, next, chunks, None)
-    upcoming = step()
-    try:
-        while (chunk := await asyncio.shield(upcoming)) is not None:
-            upcoming = step()
-            yield chunk
-    finally:
-        upcoming.add_done_callback(lambda _: chunks.close())
 
 
 def _timed(state: State, served: Served, chunks: Iterable[bytes]) -> Generator[bytes]:

@@ -43,9 +43,10 @@ class LazyList:
 # ── Documents ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def json_document(value: Any, decimals: int | None) -> Iterator[bytes]:
-    """The JSON of a value, as UTF-8 in chunks: dicts, lists, strings, numbers, None, dataclasses, numpy arrays, Base64, LazyList.
+def json_document(value: Any, decimals: int | None, end: bytes = b"") -> Iterator[bytes]:
+    """The JSON of a value and then `end`, as UTF-8 in chunks.
 
+    A value: dicts, lists, strings, numbers, None, dataclasses, numpy arrays, Base64, LazyList.
     float32 arrays are written by `json_numbers` with `decimals`, arrays of other types as they are; the order of keys is kept.
     A Python float that is not finite becomes null. Raises ValueError for an array with numbers that are not finite, TypeError for
     any other type and for a key that is no string.
@@ -58,8 +59,8 @@ def json_document(value: Any, decimals: int | None) -> Iterator[bytes]:
         if size >= CHUNK:
             yield b"".join(small)
             small, size = [], 0
-    if small:
-        yield b"".join(small)
+    if small or end:
+        yield b"".join([*small, end])
 
 
 def _pieces(value: Any, decimals: int | None) -> Iterator[bytes]:

@@ -278,3 +278,9 @@ def test_large_safetensors_come_in_chunks():
     assert max(map(len, parts)) <= 2**20
     assert sum(map(len, parts)) == length
     assert np.array_equal(safetensors.numpy.load(b"".join(parts))["b"], array[::-1])
+
+
+@pytest.mark.parametrize("value", [{}, {"a": np.ones((300, 400), np.float32)}, [np.ones(1, np.float32), "x" * wire.CHUNK]])
+def test_a_line_ends_with_its_document_and_not_by_itself(value):
+    chunks = list(json_document(value, 6, end=b"\n"))
+    assert b"".join(chunks) == b"".join(json_document(value, 6)) + b"\n"

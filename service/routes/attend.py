@@ -1,7 +1,6 @@
 """POST /attend: text in, tokens, vectors and attention out."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from models.reading import AXES, Answer, Plan, Question, QuestionError, Reduced,
 from models.reduce import Name
 from models.values import Encoding, Passage, Token, Word
 from service import bertviz, errors, wire
+from service.ahead import ahead
 from service.answers import Results, Times, off_loop, parse, read_passages, streamed, submitted
 from service.openapi import body_of
 from service.schemas.attend import AttendRequest
@@ -229,7 +229,8 @@ class Reply:
             try:
                 for i in range(len(self.asked)):
                     encoding = first if i == 0 else await results.get(i)
-                    yield await asyncio.to_thread(self.result_line, i, encoding)
+                    async for chunk in ahead(self.result_line(i, encoding)):
+                        yield chunk
                 yield self.line({"model": self.served.name, "usage": self.usage()})
             except errors.AttendError as error:
                 yield self.line(errors.render(error, "attend")[1])
@@ -262,13 +263,13 @@ class Reply:
         """How an array is written in JSON."""
         return wire.Base64(array) if self.body.encoding_format == "base64" else array
 
-    def result_line(self, i: int, encoding: Encoding) -> bytes:
-        """The line of text i."""
-        return self.line(self.result(i, encoding, self.number))
+    def result_line(self, i: int, encoding: Encoding) -> Generator[bytes]:
+        """The line of text i, in chunks."""
+        yield from wire.json_document(self.result(i, encoding, self.number), self.body.decimals, end=b"\n")
 
     def line(self, value: Any) -> bytes:
-        """One line of NDJSON."""
-        return b"".join(wire.json_document(value, self.body.decimals)) + b"\n"
+        """One short line of NDJSON."""
+        return b"".join(wire.json_document(value, self.body.decimals, end=b"\n"))
 
     def usage(self) -> dict[str, int]:
         """How much was computed."""
