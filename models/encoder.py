@@ -27,8 +27,8 @@ from models.values import Encoding, Floats, Passage, Probe
 log = logging.getLogger(__name__)
 Path = Literal["packed", "padded", "eager", "none"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SHOWN = 512
-"""Tokens of a row up to which it pays to record from a graph that shows every layer's query, key and value, which takes memory."""
+SHOWN = 16 * 2**20
+"""Bytes up to which a graph may show the query, key and value of every layer: three times as many as all hidden states."""
 
 
 class NonfiniteOutput(Exception):
@@ -173,7 +173,6 @@ class Encoder:
             model = self._model if forward.recordings or want_states or self._compiled is None else self._compiled
             with bridge.running(forward):
                 output = model(**inputs)
-            self._last_forward = forward
         else:
             if forward.recordings:
                 inputs["output_attentions"] = True
@@ -186,7 +185,10 @@ class Encoder:
         """The graph that gives what is recorded, or nothing of it; None where there is none, or showing all layers takes too much."""
         if not forward.recordings:
             return self._graph
-        return self._showing_graph if forward.layout.tokens <= SHOWN else None
+        if self._showing_graph is None:
+            return None
+        width = self._num_heads * self._model.head_dim
+        return self._showing_graph if 4 * 3 * self._num_layers * width * forward.layout.tokens <= SHOWN else None
 
     def _inputs(self, batch: Sequence[Passage], layout: Layout) -> dict[str, Any]:
         ids, types = [p.ids for p in batch], [p.type_ids for p in batch]
@@ -392,8 +394,10 @@ class Encoder:
                 output = self._model(**self._inputs([texts[0]], Layout((len(texts[0]),), False)), output_attentions=True)
                 self._num_layers, self._num_heads = len(output.attentions), output.attentions[0].shape[1]
             else:
-                self.encode(texts[:1], [Probe(pooled=False)])
-                self._num_layers, self._num_heads = self._last_forward.layer, self._last_forward.num_heads
+                forward = Forward(self._layout((len(texts[0]),)), {})
+                with torch.inference_mode():
+                    self._run(texts[:1], forward, want_states=False)
+                self._num_layers, self._num_heads = forward.layer, forward.num_heads
             probe = Probe(pooled=False, embeddings=True, layers=tuple(range(self._num_layers)))
             together = self.encode(texts, [probe] * len(texts))
         except Exception as error:

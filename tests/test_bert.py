@@ -1,5 +1,6 @@
 """BERT as a straight line: taken where it gives the same, with its attention joined and as a graph; everything else runs as it is."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,15 +10,17 @@ import torch
 from transformers import BertModel
 
 from models import bert
-from models.bridge import JOINED
+from models.bridge import JOINED, Forward, Recording
 from models.checkpoint import DEFAULT_MODEL, load
-from models.encoder import SHOWN, Encoder, NonfiniteOutput
+from models.encoder import Encoder, NonfiniteOutput
 from models.values import Encoding, Passage, Probe
 from tests import tiny
 from tests.test_architectures import close, passages, run
 
 STRAIGHT = ["bert", "roberta", "xlm-roberta", "camembert", "distilbert"]
 VECTORS = Probe(embeddings=True)
+SHOWN = 512
+"""Tokens that the showing graph takes in the tests."""
 
 
 @pytest.fixture
@@ -96,8 +99,9 @@ def test_joined_or_not_and_as_a_graph_or_not(encoder, lengths):
     ],
     ids=["last", "norms", "focus", "combined"],
 )
-def test_recorded_from_a_graph_or_not(encoder, lengths, probe):
-    """The same bits, whichever of a batch's texts is recorded; rows of more than SHOWN tokens need Python."""
+def test_recorded_from_a_graph_or_not(encoder, lengths, probe, monkeypatch):
+    """The same bits, whichever of a batch's texts is recorded; a graph does not show more than it has memory for."""
+    monkeypatch.setattr("models.encoder.SHOWN", SHOWN * tiny.LAYERS * 3 * tiny.WIDTH * 4)
     batch, runs, graph = sized(*lengths), [], encoder._showing_graph
     probes = [probe, *[VECTORS] * (len(batch) - 1)]
     encoder._showing_graph = lambda *inputs: runs.append(1) or graph(*inputs)
@@ -110,6 +114,15 @@ def test_recorded_from_a_graph_or_not(encoder, lengths, probe):
             assert (array is None) == (getattr(b, name) is None)
             assert array is None or np.array_equal(array, getattr(b, name)), name
     assert shown[0].weights is not None
+
+
+@pytest.mark.parametrize("length", [20, 100])
+def test_nothing_of_a_forward_is_kept(encoder, length, monkeypatch):
+    """With and without a graph, what was recorded goes with the answers: all of a large batch's attention is 150 MB."""
+    monkeypatch.setattr("models.encoder.SHOWN", 50 * tiny.LAYERS * 3 * tiny.WIDTH * 4)
+    encoder.encode(sized(length), [Probe(layers=(0, 1))])
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) in (Forward, Recording)]
 
 
 def test_pairs(encoder):
