@@ -61,6 +61,8 @@ class Frame:
             self.state.metrics.inflight.dec()
             self.state.busy -= counted
             exchange.finish()
+            if counted:
+                self.state.leftovers.note()
 
     async def _refuse(self, exchange: "Exchange", error: AttendError) -> None:
         response = refusal(self.state, exchange.scope["path"], error)

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -68,3 +69,13 @@ def prepare(threads: int) -> None:
     mallopt(m_arena_max, 2)
     mallopt(m_mmap_threshold, 16 * 2**20)
     mallopt(m_trim_threshold, 128 * 2**20)
+
+
+def give_back() -> None:
+    """Return to the system what the allocator keeps free between what is in use. It takes up to 10 ms; without glibc nothing happens.
+
+    glibc 2.36 does not use a freed piece again for a tensor of the same size, since tensors are aligned (2.38 and later do): the
+    heap of batches that need 25 MB came to 170 MB.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,9 +1,11 @@
 """What the routes share: the settings, the metrics, the models, and whether the service is shutting down."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from starlette.requests import HTTPConnection
+
+from service.leftovers import Leftovers
 
 if TYPE_CHECKING:
     from service.metrics import Metrics
@@ -20,6 +22,7 @@ class State:
     models: "Models"
     draining: bool = False
     busy: int = 0
+    leftovers: Leftovers = field(default_factory=Leftovers)
 
 
 def state_of(connection: HTTPConnection) -> State:

@@ -1,13 +1,20 @@
 """What the process may use of the machine: affinity and cgroup, made up in a temporary folder."""
 
+import asyncio
 import os
+import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 from service import machine
+from service.app import create_app
+from service.leftovers import Leftovers
+from service.settings import Settings
 from tests.server import ROOT
 
 
@@ -97,3 +104,57 @@ def test_torch_takes_the_threads_that_were_prepared() -> None:
 def test_what_the_environment_says_stays() -> None:
     assert prepared(OMP_NUM_THREADS="2", TOKENIZERS_PARALLELISM="true", GOMP_SPINCOUNT="7")[1:] == ["2", "true", "7"]
     assert prepared(OMP_WAIT_POLICY="PASSIVE")[3] == "None"
+
+
+GIVEN_BACK = """
+from pathlib import Path
+from service.machine import give_back, prepare
+prepare(1)
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 2**20
+pieces = [bytearray(2**20) for _ in range(100)]
+for piece in pieces:
+    piece[:] = bytes([1]) * len(piece)
+full = resident()
+del pieces[:-1]  # the last one holds the heap's end
+free = resident()
+give_back()
+print(full - free, free - resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_what_is_free_between_what_is_used_is_given_back() -> None:
+    out = subprocess.run([sys.executable, "-c", GIVEN_BACK], cwd=ROOT, capture_output=True, text=True, check=True)
+    alone, given_back = map(int, out.stdout.split())
+    assert alone < 10
+    assert given_back > 85
+
+
+def test_leftovers_go_back_once_for_many_requests_and_again_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    monkeypatch.setattr("service.leftovers.AFTER", 0.05)
+    monkeypatch.setattr("service.leftovers.give_back", lambda: threads.append(threading.current_thread().name))
+
+    async def work() -> list[int]:
+        counts = []
+        leftovers = Leftovers()
+        for requests in (5, 1, 0):
+            for _ in range(requests):
+                leftovers.note()
+            counts.append(len(threads))
+            await asyncio.sleep(0.3)
+        return [*counts, len(threads)]
+
+    assert asyncio.run(work()) == [0, 1, 2, 2]
+    assert threading.main_thread().name not in threads
+
+
+def test_requests_are_noted_and_operations_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(Leftovers, "note", lambda self: noted.append(1))
+    client = TestClient(create_app(Settings()))  # not started: no model is loaded
+    assert client.get("/livez").status_code == 200
+    assert noted == []
+    assert client.post("/attend", json={"text": "a"}).status_code == 503
+    assert noted == [1]
