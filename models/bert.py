@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BertModel, CamembertModel, DistilBertModel, PreTrainedConfig, RobertaModel, XLMRobertaModel
 
 from models import bridge
-from models.attention import packed_attention, text_mask
+from models.attention import packed_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query, key, value [1, H, T, D] → context [1, T, H, D]."""
@@ -130,7 +130,7 @@ def trace(bert: Bert, shows: bool) -> Graph:
     (requests to be read, answers to be written) would hold the forward up.
     """
     ids = torch.zeros(1, 5, dtype=torch.long, device=bert.norm.weight.device)
-    example = ids, torch.arange(5, device=ids.device)[None], ids, torch.tensor([[5, 0]]), text_mask([2, 3]).flatten()
+    example = ids, torch.arange(5, device=ids.device)[None], ids, torch.tensor([[5, 1]]), torch.empty(0)
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is no longer developed; it is tried before it is relied upon, as all here
         return torch.jit.trace(Packed(bert, shows).eval(), example, check_trace=False)

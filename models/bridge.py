@@ -224,7 +224,7 @@ class Forward:
         recordings: dict[int, Recording],
         outputs: tuple[Tensor, ...] = (),
         one_kernel: bool = False,
-        joins: bool = True,
+        joins: bool = False,
     ) -> None:
         self.layout, self.recordings, self.outputs, self.one_kernel = layout, recordings, outputs, one_kernel
         self.joins, self.joined = joins, False
@@ -393,12 +393,8 @@ def attend(
 
 
 def _packed(forward: Forward, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
-    """All texts of a packed row: query [H, T, D], key and value [H_kv, T, D] → [T, H, D].
-
-    Joined where it pays: measured for float32 on a processor.
-    """
-    joins = forward.joins and query.device.type == "cpu" and query.dtype == torch.float32
-    return packed_attention(query, key, value, *forward.groups(joins, causal), scale, causal)
+    """All texts of a packed row: query [H, T, D], key and value [H_kv, T, D] → [T, H, D]."""
+    return packed_attention(query, key, value, *forward.groups(forward.joins, causal), scale, causal)
 
 
 def _alone(

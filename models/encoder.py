@@ -146,7 +146,7 @@ class Encoder:
             if probe.layers
         }
         layout = self._layout(tuple(map(len, batch)))
-        forward = Forward(layout, recordings, self._outputs, self._one_kernel, joins)
+        forward = Forward(layout, recordings, self._outputs, self._one_kernel, joins and self._joins)
         hidden, states = self._run(batch, forward, any(probe.hidden_layers for probe in probes))
         answers = self._keep(batch, probes, layout, hidden, states, recordings)
         if forward.joined and any(isinstance(answer, NonfiniteOutput) for answer in answers):
@@ -154,9 +154,15 @@ class Encoder:
         return answers
 
     def _layout(self, lengths: tuple[int, ...]) -> Layout:
-        """A few short texts are rounded up to one of 16 sizes: for each size, oneDNN makes a program that costs as much as 15 tokens."""
+        """Rows are rounded up to a size that comes again: for each, oneDNN makes programs, one for each shape of weights.
+
+        In float32 they cost as much as 15 tokens, which counts for a few short texts; in bfloat16 as much as 800.
+        """
         packed, tokens = self.path == "packed", sum(lengths)
-        return Layout(lengths, packed, spare=-tokens % 4 if packed and self._blocked and tokens < 64 else 0)
+        if not packed or not self._blocked or (self._model.dtype == torch.float32 and tokens >= 64):
+            return Layout(lengths, packed)
+        step = max(4, 2 ** (tokens.bit_length() - 4))  # eight sizes, and then twice as many tokens
+        return Layout(lengths, packed, spare=-tokens % step)
 
     def _run(self, batch: Sequence[Passage], forward: Forward, want_states: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """→ the last hidden state and all of them, [1, T, d_model] packed or [B, N, d_model]."""
@@ -196,7 +202,7 @@ class Encoder:
             spare = [0] * layout.spare
             rows = [[i for row in ids for i in row] + [self.checkpoint.pad_id] * layout.spare]
             type_rows = [[i for row in types for i in row] + spare]
-            positions = [[i + self._position_start for row in [*ids, spare] for i in range(len(row))]]
+            positions = [[i + self._position_start for row in ids for i in range(len(row))] + [self._position_start] * layout.spare]
             inputs = {"position_ids": positions, "attention_mask": [[1] * len(rows[0])]}
         else:
             longest = max(layout.lengths)
@@ -207,6 +213,11 @@ class Encoder:
         if self._has_types and any(any(row) for row in types):
             inputs["token_type_ids"] = type_rows
         return {name: torch.tensor(value, device=self.device) for name, value in inputs.items()}
+
+    @property
+    def _joins(self) -> bool:
+        """Whether short texts may share their attention: it pays, as measured, for float32 on a processor."""
+        return self.device.type == "cpu" and self._model.dtype == torch.float32
 
     @property
     def _has_types(self) -> bool:
@@ -340,7 +351,7 @@ class Encoder:
     @torch.inference_mode()
     def _trace(self, texts: Sequence[Passage], eager: Sequence[Tensor]) -> None:
         """Let texts go through the model as a graph without Python, unless that cannot be made or gives something else, joined or not."""
-        if not isinstance(self._model, bert.Bert) or self._model.dtype != torch.float32:
+        if not isinstance(self._model, bert.Bert):
             return
         problem = None
         try:
@@ -394,7 +405,7 @@ class Encoder:
                 output = self._model(**self._inputs([texts[0]], Layout((len(texts[0]),), False)), output_attentions=True)
                 self._num_layers, self._num_heads = len(output.attentions), output.attentions[0].shape[1]
             else:
-                forward = Forward(self._layout((len(texts[0]),)), {})
+                forward = Forward(self._layout((len(texts[0]),)), {}, joins=self._joins)
                 with torch.inference_mode():
                     self._run(texts[:1], forward, want_states=False)
                 self._num_layers, self._num_heads = forward.layer, forward.num_heads

@@ -62,6 +62,35 @@ def test_the_default_model_is_straightened():
     assert encoder._graph is not None
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+@pytest.mark.parametrize("lengths", [(5,), (3, 9, 20), (1, *[120] * 10)])
+def test_bfloat16_is_a_graph_too(tmp_path, name, lengths):
+    """Rows are filled up with more tokens than a text may have positions; nothing is joined; recorded or not, the same bits."""
+    folder, batch = str(tiny.save(tmp_path, name)), sized(*lengths)
+    half, full = (Encoder(load(folder, dtype), "cpu") for dtype in ("bfloat16", "float32"))
+    probe, runs = Probe(embeddings=True, layers=(0, 2)), []
+    expected, bare = full.encode(batch, [probe] * len(batch)), half.encode(batch, [VECTORS] * len(batch))
+    graph = half._showing_graph
+    half._showing_graph = lambda *inputs: runs.append(inputs[3].tolist()) or graph(*inputs)
+    for a, b, c in zip(half.encode(batch, [probe] * len(batch)), expected, bare, strict=True):
+        assert close(a.embeddings, b.embeddings, 5e-2)
+        assert close(a.weights, b.weights, 1e-2)
+        assert np.array_equal(a.embeddings, c.embeddings)
+    assert [all(texts for _, texts in groups) for groups in runs] == [True]
+
+
+def test_rows_have_few_sizes_where_each_costs_a_program(encoder, monkeypatch):
+    encoder._blocked = True
+    assert {encoder._layout((n,)).tokens for n in range(1, 64)} == set(range(4, 65, 4))
+    assert all(encoder._layout((n,)).spare == 0 for n in range(64, 3000))
+    monkeypatch.setattr(type(encoder._model), "dtype", torch.bfloat16)
+    assert {encoder._layout((n,)).tokens for n in range(1024, 2049)} == set(range(1024, 2049, 128))
+    for n in range(1, 3000):
+        assert encoder._layout((n,)).spare < max(4, n / 8 + 1)
+    encoder._blocked = False
+    assert encoder._layout((77,)).spare == 0
+
+
 def test_a_decoder_stays_as_it_is(tmp_path):
     encoder = Encoder(load(str(tiny.save(tmp_path, is_decoder=True))), device="cpu")
     assert type(encoder._model) is BertModel
